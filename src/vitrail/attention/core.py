@@ -1,0 +1,157 @@
+"""Scaled dot-product attention: the one place where softmax(q kᵀ / √d + bias) v happens.
+
+Shapes are (…, queries, width) for q, (…, keys, width) for k and (…, keys, value width) for v, with any
+leading dimensions that broadcast; the models use (batch, heads, tokens, width). Masks are boolean and
+True means "may look". A query that may look nowhere gets zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Each query's average of the values, weighted by its likeness to the keys: (…, queries, value width).
+
+    mask (…, queries, keys): boolean, True where a query may look. bias (…, queries, keys): added to the
+    scores. causal: queries are the last of the keys, and see no later one. scale: 1/√width unless given.
+    """
+    # Lets vitrail.record see the call; tensors and modes of torch use the same door.
+    if has_torch_function_variadic(q, k, v):
+        return handle_torch_function(
+            attend, (q, k, v), q, k, v,
+            mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout,
+        )  # fmt: skip
+    return BACKENDS[_chosen](q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The weights that `attend` gives to each key: (…, queries, keys), rows summing to 1 (or to 0).
+
+    Half-precision inputs give float32 weights, as the fused kernels compute them inside.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        scores = q.to(dtype) @ k.to(dtype).transpose(-2, -1)
+        scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if bias is not None:
+            scores = scores + bias
+        return weigh(scores, mask=_visible(q, k, mask, causal))
+
+
+def weigh(scores: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Softmax of scores (…, queries, keys) over the keys that may be seen; a row with none gives zeros."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+
+
+def _visible(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """The mask (…, queries, keys) together with the causal one; None when everything may be seen."""
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask has dtype {mask.dtype}; it must be boolean, True where a query may look. "
+            "Numbers to be added to the scores go in as bias=…"
+        )
+    if not causal:
+        return mask
+    queries, keys = q.shape[-2], k.shape[-2]
+    lower = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    return lower if mask is None else mask & lower
+
+
+def _fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    kernel: SDPBackend | None = None,
+) -> Tensor:
+    """One fused kernel; torch picks the fastest that fits the device unless `kernel` names it."""
+    if kernel is not None:
+        with sdpa_kernel(kernel):
+            return _fused(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
+    run = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=dropout, scale=scale)
+    if causal and mask is None and bias is None and q.shape[-2] == k.shape[-2]:
+        return run(is_causal=True)
+    visible = _visible(q, k, mask, causal)
+    if visible is not None:
+        added = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
+        bias = torch.where(visible, added, -torch.inf)
+    if bias is None:
+        return run()
+    # No kernel agrees with another on rows of -inf: let blind queries look everywhere, then forget it.
+    blind = (bias == -torch.inf).all(-1, keepdim=True)
+    return run(attn_mask=bias.masked_fill(blind, 0.0).to(q.dtype)).masked_fill(blind, 0.0)
+
+
+def _explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """The formula as it is written, with the whole matrix of weights in memory."""
+    weights = attention_weights(q, k, mask=mask, bias=bias, causal=causal, scale=scale)
+    return F.dropout(weights, dropout).to(v.dtype) @ v
+
+
+BACKENDS: dict[str, Callable[..., Tensor]] = {
+    "fused": _fused,
+    "flash": partial(_fused, kernel=SDPBackend.FLASH_ATTENTION),
+    "efficient": partial(_fused, kernel=SDPBackend.EFFICIENT_ATTENTION),
+    "cudnn": partial(_fused, kernel=SDPBackend.CUDNN_ATTENTION),
+    "math": partial(_fused, kernel=SDPBackend.MATH),
+    "explicit": _explicit,
+}
+_chosen = "fused"
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Compute all attention of the process by the named entry of BACKENDS while the context lasts."""
+    global _chosen
+    if name not in BACKENDS:
+        raise ValueError(f"no attention backend is called {name!r}; choose from {', '.join(BACKENDS)}")
+    before, _chosen = _chosen, name
+    try:
+        yield
+    finally:
+        _chosen = before

@@ -1,0 +1,210 @@
+"""The command line: `vitrail COMMAND …`. Commands import what they need, so that help comes at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vitrail
+
+if TYPE_CHECKING:
+    from vitrail.models import Model
+
+FORMATS = ("vitrail", "transformers", "timm", "torchvision", "npz")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 when it worked, 2 when what was given does not work, 130 when interrupted."""
+    options = vars(_parser().parse_args(arguments))
+    command = options.pop("command")
+    try:
+        command(**options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has seen enough, as in `vitrail models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
+        print(f"vitrail: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vitrail",
+        description="Attention models for images, text, sound and video: build, convert, look inside.",
+        epilog="`vitrail COMMAND --help` tells more of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"vitrail {vitrail.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    models = commands.add_parser(
+        "models",
+        help="list the models by name, with what they cost",
+        description="Lists every model by its paper's name, with its parameters, the multiply-adds "
+        "(MACs; a FLOP is half of one) of one image, its tokens, and the memory that all of its "
+        "attention matrices take in float32 where they are kept.",
+    )
+    models.add_argument("names", nargs="*", metavar="NAME", help="only these (any patch size works)")
+    models.add_argument("--image-size", type=_size, metavar="N|HxW", help="instead of the papers'")
+    models.add_argument("--json", dest="as_json", action="store_true", help="one JSON object a line")
+    models.set_defaults(command=list_models)
+
+    convert = commands.add_parser(
+        "convert",
+        help="rewrite weights in the form of another library",
+        description="Reads weights of any form that vitrail.load reads and writes them for another "
+        "library, with configuration, preprocessing and labels. Nothing is dropped: what the other "
+        "form cannot say is refused.",
+    )
+    convert.add_argument("source", metavar="IN", help="a folder, a file, or a hub id")
+    convert.add_argument("target", metavar="OUT", help="a new folder, or a file for torchvision, npz")
+    convert.add_argument("--to", choices=FORMATS, default="vitrail", help="default: %(default)s")
+    convert.set_defaults(command=convert_weights)
+
+    look = commands.add_parser(
+        "look",
+        help="classify pictures and show what the model looks at",
+        description="Classifies pictures, prints the likeliest classes and where the last layer "
+        "looks, and draws the attention of every layer over each picture.",
+    )
+    look.add_argument("pictures", nargs="*", help="files or folders; without any, drawn shapes")
+    look.add_argument(
+        "--model",
+        default="vit-ti/16",
+        metavar="MODEL",
+        help="a folder, a file, a hub id, or a name of `vitrail models` with random weights "
+        "(default: %(default)s)",
+    )
+    look.add_argument("--top", type=int, default=5, metavar="N", help="how many classes to print")
+    look.add_argument("--out", type=Path, default=Path("looks"), metavar="DIR", help="default: %(default)s")
+    look.set_defaults(command=look_at)
+    return parser
+
+
+def _size(text: str) -> tuple[int, int]:
+    """224 or 224x320 as (height, width)."""
+    sides = [int(side) for side in text.lower().split("x")]
+    if len(sides) not in (1, 2) or min(sides) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 224, or 224x320 (height first)")
+    return sides[0], sides[-1]
+
+
+def list_models(names: Sequence[str], image_size: tuple[int, int] | None, as_json: bool) -> None:
+    """`vitrail models`: a row for each name."""
+    from vitrail import models
+
+    changes = {"image_size": image_size} if image_size else {}
+    configs = {name: models.config_of(name, **changes) for name in names or models.names()}
+    if not as_json:
+        print(
+            f"{'name':<18}{'image':>10}{'parameters':>16}{'GMACs':>10}{'GFLOPs':>10}{'tokens':>8}"
+            f"{'attention':>12}"
+        )
+    for name, config in configs.items():
+        cost = models.costs(config)
+        if as_json:
+            print(json.dumps({"name": name, "image_size": config.image_size, **cost._asdict()}))
+            continue
+        print(
+            f"{name:<18}{'{}x{}'.format(*config.image_size):>10}{cost.parameters:>16,}"
+            f"{cost.macs / 1e9:>10.2f}{2 * cost.macs / 1e9:>10.2f}{cost.tokens:>8,}"
+            f"{_bytes(cost.attention_bytes):>12}",
+            flush=True,
+        )
+    if not as_json and not names:
+        print("\nAttention matrices of 48 layers and 16 heads:")
+        for what, tokens in (
+            ("14x14 patches", 14**2),
+            ("16x16 patches", 16**2),
+            ("every pixel of 128x128", 128**2),
+        ):
+            memory = models.attention_memory(tokens, layers=48, heads=16)
+            print(f"  {what:<24}{_bytes(memory):>12}")
+
+
+def convert_weights(source: str, target: str, to: str) -> None:
+    """`vitrail convert`: weights in, weights out."""
+    from vitrail.weights import convert
+
+    convert(source, target, to=to)
+    print(f"{source} → {target} ({to})")
+
+
+def look_at(pictures: Sequence[str], model: str, top: int, out: Path) -> None:
+    """`vitrail look`: what a model says of pictures, and what it looks at."""
+    import torch
+
+    from vitrail.data.samples import shapes
+    from vitrail.look import as_text, overlay, record, sheet
+
+    net, random = _model(model)
+    net.eval()
+    images: dict[str, Any] = {str(path): path for path in _files(pictures)} or shapes()
+    print(f"{model}: {sum(p.numel() for p in net.parameters()):,} parameters")
+    if random:
+        print("Its weights are random, so the answers mean nothing: give trained ones as --model.")
+    out.mkdir(parents=True, exist_ok=True)
+    for name, source in images.items():
+        inputs = net.preprocess(source)
+        with torch.inference_mode(), record(net, "blocks.*") as seen:
+            chances = net(inputs[None])[0].softmax(-1)
+        maps = {layer: call.map()[0].mean(0) for layer, call in seen.items()}
+        last = list(maps.values())[-1]
+        best = chances.topk(min(top, len(chances)))
+        print(f"\n{name}")
+        answers = [
+            f"{chance:6.1%}  {net.labels[index] if net.labels else f'class {index}'}"
+            for chance, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+        drawing = [*as_text(last), ""]
+        for line in range(max(len(answers), len(drawing))):
+            left = drawing[line] if line < len(drawing) else ""
+            right = answers[line] if line < len(answers) else ""
+            print(f"  {left:<{2 * last.shape[1]}}  {right}".rstrip())
+        picture = net.preprocess.picture(inputs)
+        drawn = [("the picture", picture)]
+        drawn += [(layer.removesuffix(".attention"), overlay(picture, map)) for layer, map in maps.items()]
+        file = out / f"{Path(name).stem}.png"
+        sheet(drawn).save(file)
+        print(f"  every layer: {file}")
+
+
+def _model(name: str) -> tuple[Model, bool]:
+    """The model of that name or place, and whether its weights are random."""
+    from vitrail import models
+    from vitrail.weights import load
+
+    if not Path(name).exists() and name.rpartition("/")[0].lower() in models.TABLE:
+        return models.create(name), True
+    return load(name), False
+
+
+def _files(pictures: Iterable[str]) -> list[Path]:
+    """The files that were named, and all pictures in folders that were."""
+    from PIL import Image
+
+    endings = Image.registered_extensions()
+    files: list[Path] = []
+    for path in map(Path, pictures):
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix.lower() in endings)
+            if not found:
+                raise ValueError(f"{path} holds no pictures")
+            files += found
+        elif path.exists():
+            files.append(path)
+        else:
+            raise ValueError(f"{path} does not exist; give picture files, or folders of them")
+    return files
+
+
+def _bytes(count: int) -> str:
+    """Binary units, as the memory of a machine is told."""
+    step = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / 1024**step:,.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[step]}"

@@ -1,0 +1,1 @@
+"""Reading data; knows no model."""

@@ -1,0 +1,54 @@
+"""Pictures of attention: a map over the picture it looks at, and sheets of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+# From little to much: dark violet, magenta, orange, pale yellow; even steps of lightness, so that the
+# order survives in grey and for colour-blind eyes.
+COLOURS = np.array([(20, 11, 52), (132, 32, 107), (229, 92, 48), (246, 215, 70), (252, 255, 164)])
+
+
+def colour(values: np.ndarray) -> np.ndarray:
+    """Values from 0 to 1, of any shape, as colours: the same shape with 3 at the end, uint8."""
+    steps = np.linspace(0, 1, len(COLOURS))
+    channels = [np.interp(values, steps, COLOURS[:, channel]) for channel in range(3)]
+    return np.stack(channels, -1).astype(np.uint8)
+
+
+def overlay(picture: Image.Image, seen: Tensor, *, strength: float = 0.6) -> Image.Image:
+    """A map (rows, columns) over a picture, scaled from its least to its greatest value."""
+    values = seen.detach().float().cpu().numpy()
+    low, high = values.min(), values.max()
+    values = (values - low) / (high - low) if high > low else np.zeros_like(values)
+    soft = Image.fromarray((values * 255).astype(np.uint8)).resize(picture.size, Image.Resampling.BICUBIC)
+    heat = Image.fromarray(colour(np.asarray(soft) / 255))
+    return Image.blend(picture.convert("RGB"), heat, strength)
+
+
+def sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int = 4) -> Image.Image:
+    """Captioned pictures of one size, row by row."""
+    width, height = pictures[0][1].size
+    letters = max(12, width // 16)
+    font = ImageFont.load_default(size=letters)
+    line = letters * 3 // 2
+    rows = -(-len(pictures) // columns)
+    whole = Image.new("RGB", (columns * (width + 8) + 8, rows * (height + line + 8)), "white")
+    pen = ImageDraw.Draw(whole)
+    for index, (caption, picture) in enumerate(pictures):
+        left = 8 + index % columns * (width + 8)
+        top = index // columns * (height + line + 8)
+        pen.text((left, top + letters // 6), caption, fill="black", font=font)
+        whole.paste(picture, (left, top + line))
+    return whole
+
+
+def as_text(seen: Tensor) -> list[str]:
+    """A map (rows, columns) as lines of text, two characters a cell, darker where more is seen."""
+    shades = " ░▒▓█"
+    scaled = seen / seen.max().clamp_min(1e-12) * (len(shades) - 1)
+    return ["".join(shades[round(value)] * 2 for value in row) for row in scaled.tolist()]
