@@ -112,6 +112,7 @@ def _fused(
         bias = torch.where(visible, added, -torch.inf)
     if bias is None:
         return run()
+    bias = bias[(None,) * (q.ndim - bias.ndim)]  # kernels take no (heads, queries, keys)
     # No kernel agrees with another on rows of -inf: let blind queries look everywhere, then forget it.
     blind = (bias == -torch.inf).all(-1, keepdim=True)
     return run(attn_mask=bias.masked_fill(blind, 0.0).to(q.dtype)).masked_fill(blind, 0.0)

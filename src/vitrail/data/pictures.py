@@ -53,7 +53,7 @@ def open_picture(source: Source) -> Image.Image:
 def _image(source: Any) -> Image.Image:
     if isinstance(source, Image.Image):
         return source
-    if hasattr(source, "detach"):
+    if hasattr(source, "permute"):  # a tensor, without importing torch to ask
         source = _array(source)
     if isinstance(source, np.ndarray):
         return _image_of_array(source)
