@@ -7,12 +7,15 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vitrail
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vitrail.models import Model
 
 FORMATS = ("vitrail", "transformers", "timm", "torchvision", "npz")
@@ -23,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     command = options.pop("command")
     try:
-        command(**options)
+        return command(**options) or 0
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has seen enough, as in `vitrail models | head`
@@ -136,10 +139,11 @@ def convert_weights(source: str, target: str, to: str) -> None:
     print(f"{source} → {target} ({to})")
 
 
-def look_at(pictures: Sequence[str], model: str, top: int, out: Path) -> None:
+def look_at(pictures: Sequence[str], model: str, top: int, out: Path) -> int:
     """`vitrail look`: what a model says of pictures, and what it looks at."""
     import torch
 
+    from vitrail.data.pictures import PictureError
     from vitrail.data.samples import shapes
     from vitrail.look import as_text, overlay, record, sheet
 
@@ -150,39 +154,48 @@ def look_at(pictures: Sequence[str], model: str, top: int, out: Path) -> None:
     if random:
         print("Its weights are random, so the answers mean nothing: give trained ones as --model.")
     out.mkdir(parents=True, exist_ok=True)
-    for name, source in images.items():
-        inputs = net.preprocess(source)
+    unread = 0
+    for number, (name, source) in enumerate(images.items(), 1):
+        try:
+            inputs = net.preprocess(source)
+        except PictureError as error:  # one bad file does not stop the rest
+            print(f"vitrail: {error}", file=sys.stderr)
+            unread += 1
+            continue
         with torch.inference_mode(), record(net, "blocks.*") as seen:
-            chances = net(inputs[None])[0].softmax(-1)
+            answer = net(inputs[None])[0]
         maps = {layer: call.map()[0].mean(0) for layer, call in seen.items()}
         last = list(maps.values())[-1]
-        best = chances.topk(min(top, len(chances)))
+        answers = _answers(net, answer, top) if net.config.classes else []
         print(f"\n{name}")
-        answers = [
-            f"{chance:6.1%}  {net.labels[index] if net.labels else f'class {index}'}"
-            for chance, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        ]
-        drawing = [*as_text(last), ""]
-        for line in range(max(len(answers), len(drawing))):
-            left = drawing[line] if line < len(drawing) else ""
-            right = answers[line] if line < len(answers) else ""
-            print(f"  {left:<{2 * last.shape[1]}}  {right}".rstrip())
+        for line, said in zip_longest(as_text(last), answers, fillvalue=""):
+            print(f"  {line:<{2 * last.shape[1]}}  {said}".rstrip())
+        print(f"  the last layer gives a patch {last.min():.2%} (light) to {last.max():.2%} (dark)")
         picture = net.preprocess.picture(inputs)
         drawn = [("the picture", picture)]
-        drawn += [(layer.removesuffix(".attention"), overlay(picture, map)) for layer, map in maps.items()]
-        file = out / f"{Path(name).stem}.png"
+        drawn += [(layer.removesuffix(".attention"), overlay(picture, seen)) for layer, seen in maps.items()]
+        file = out / f"{number:03}-{Path(name).stem}.png"
         sheet(drawn).save(file)
         print(f"  every layer: {file}")
+    return 2 if unread else 0
+
+
+def _answers(model: Model, logits: Tensor, top: int) -> list[str]:
+    """The likeliest classes, a line each, from logits (classes,)."""
+    best = logits.softmax(-1).topk(min(top, len(logits)))
+    return [
+        f"{chance:6.1%}  {model.labels[index] if model.labels else f'class {index}'}"
+        for chance, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
 
 
 def _model(name: str) -> tuple[Model, bool]:
     """The model of that name or place, and whether its weights are random."""
     from vitrail import models
-    from vitrail.weights import load
 
     if not Path(name).exists() and name.rpartition("/")[0].lower() in models.TABLE:
         return models.create(name), True
-    return load(name), False
+    return vitrail.load(name), False
 
 
 def _files(pictures: Iterable[str]) -> list[Path]:

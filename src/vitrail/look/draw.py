@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -20,14 +21,18 @@ def colour(values: np.ndarray) -> np.ndarray:
     return np.stack(channels, -1).astype(np.uint8)
 
 
+def stretched(seen: Tensor) -> Tensor:
+    """A map scaled so that its least value is 0 and its greatest 1; a flat one is 0 everywhere."""
+    seen = seen.detach().float().cpu()
+    span = seen.max() - seen.min()
+    return (seen - seen.min()) / span if span > 0 else torch.zeros_like(seen)
+
+
 def overlay(picture: Image.Image, seen: Tensor, *, strength: float = 0.6) -> Image.Image:
-    """A map (rows, columns) over a picture, scaled from its least to its greatest value."""
-    values = seen.detach().float().cpu().numpy()
-    low, high = values.min(), values.max()
-    values = (values - low) / (high - low) if high > low else np.zeros_like(values)
-    soft = Image.fromarray((values * 255).astype(np.uint8)).resize(picture.size, Image.Resampling.BICUBIC)
-    heat = Image.fromarray(colour(np.asarray(soft) / 255))
-    return Image.blend(picture.convert("RGB"), heat, strength)
+    """A map (rows, columns) over a picture, from its least to its greatest value."""
+    grey = Image.fromarray((stretched(seen).numpy() * 255).astype(np.uint8))
+    soft = grey.resize(picture.size, Image.Resampling.BICUBIC)
+    return Image.blend(picture.convert("RGB"), Image.fromarray(colour(np.asarray(soft) / 255)), strength)
 
 
 def sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int = 4) -> Image.Image:
@@ -50,5 +55,5 @@ def sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int = 4) -> I
 def as_text(seen: Tensor) -> list[str]:
     """A map (rows, columns) as lines of text, two characters a cell, darker where more is seen."""
     shades = " ░▒▓█"
-    scaled = seen / seen.max().clamp_min(1e-12) * (len(shades) - 1)
-    return ["".join(shades[round(value)] * 2 for value in row) for row in scaled.tolist()]
+    steps = (stretched(seen) * (len(shades) - 1)).round().int()
+    return ["".join(shades[step] * 2 for step in row) for row in steps.tolist()]

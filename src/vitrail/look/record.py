@@ -40,11 +40,16 @@ class Seen:
         """How many tokens come before the grid: class, distillation, registers."""
         return self.weights.shape[-1] - math.prod(self.grid) if self.grid else 0
 
-    def map(self, query: int = 0) -> Tensor:
-        """What one query sees of the grid, by default the class token: (batch, heads, rows, columns)."""
+    def map(self, query: int | None = None) -> Tensor:
+        """What one query sees of the grid: (batch, heads, rows, columns).
+
+        Unless it is named: what the first special token sees, or all queries on average if there is none.
+        """
         if self.grid is None:
             raise ValueError(f"the tokens of {self.name!r} do not lie on a grid; use .weights")
-        return self.weights[:, :, query, self.special :].unflatten(-1, self.grid)
+        everyone = query is None and not self.special
+        rows = self.weights.mean(2) if everyone else self.weights[:, :, query or 0]
+        return rows[..., self.special :].unflatten(-1, self.grid)
 
 
 class Recording(Mapping[str, Seen]):

@@ -60,7 +60,7 @@ class Patches(nn.Module):
 
 
 class ConvolutionalStem(nn.Sequential):
-    """3x3 convolutions of stride 2, doubling the channels: (batch, channels, h, w) → (batch, width, h/s, w/s).
+    """3x3 convolutions of stride 2, doubling channels: (batch, channels, h, w) → (batch, width, h/s, w/s).
 
     Gives a ViT the locality that little data does not teach it (Xiao et al. 2021).
     """

@@ -1,0 +1,262 @@
+"""Tensors in files, of any kind: what they are is known before any of them is read.
+
+Nothing here runs code from a file or believes its sizes: pickles are read with weights_only, arrays
+without pickle, and a file that claims much more than it holds is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vitrail.weights.errors import LoadError
+
+# A file's tensors take as much memory as the file, or more if it is compressed or they share some.
+MOST_INFLATION = 20
+MOST_INFLATION_OF_SMALL = 16 * 1024**2
+
+# Safetensors' names of types → torch's.
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+# What training scripts put around a model's tensors; averaged weights come first.
+WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "teacher")
+# What torch.compile and DistributedDataParallel put into names.
+WRAPPED_NAMES = ("_orig_mod", "module")
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+class Contents(NamedTuple):
+    """The tensors of a file by name, and what else it says of itself."""
+
+    tensors: dict[str, Stored]
+    metadata: dict[str, Any]
+
+
+def read_file(path: Path) -> Contents:
+    """What is in a file of weights; its kind is recognised by its first bytes, not by its name."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(64)
+    if size == 0:
+        raise LoadError(f"{path} is empty (0 bytes): download or copy it again")
+    if start.startswith(b"version https://git-lfs"):
+        raise LoadError(
+            f"{path} is only a pointer to the weights: run `git lfs pull` in the folder it is from"
+        )
+    read = next((reader for is_one, reader in KINDS if is_one(path, start)), None)
+    if read is None:
+        raise LoadError(
+            f"{path} holds no weights of a known kind; expected safetensors, a PyTorch state dict or "
+            "an .npz. If it should be one, it is damaged or truncated: download it again"
+        )
+    contents = read(path)
+    claimed = sum(math.prod(s.shape) * s.dtype.itemsize for s in contents.tensors.values())
+    if claimed > max(MOST_INFLATION * size, MOST_INFLATION_OF_SMALL):
+        raise LoadError(
+            f"{path} has {size:,} bytes and claims tensors of {claimed:,} bytes: it is damaged, or "
+            "made to exhaust memory"
+        )
+    return Contents(_plain_names(contents.tensors, path), contents.metadata)
+
+
+def read_shards(index: Path) -> Contents:
+    """The tensors of all files that an index (model.safetensors.index.json) names."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+        raise LoadError(f"{index} has no weight_map from names of tensors to files beside it")
+    tensors: dict[str, Stored] = {}
+    for name in sorted(set(weight_map.values())):
+        shard = index.parent / name
+        if not shard.is_file():
+            raise LoadError(f"{index} names {name}, which is not there: download it too")
+        tensors |= read_file(shard).tensors
+    return Contents(tensors, {})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise LoadError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise LoadError(f"{path} holds {type(content).__name__}; expected an object {{…}}")
+    return content
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
+
+
+def _plain_names(tensors: dict[str, Stored], path: Path) -> dict[str, Stored]:
+    """Without the parts that wrappers put into names."""
+    plain: dict[str, Stored] = {}
+    for name, stored in tensors.items():
+        short = ".".join(part for part in name.split(".") if part not in WRAPPED_NAMES)
+        if short in plain:
+            raise LoadError(f"{path} has {short} twice, with and without a wrapper's prefix")
+        plain[short] = stored
+    return plain
+
+
+def _read_safetensors(path: Path) -> Contents:
+    try:
+        file = safe_open(path, framework="pt")
+        tensors = {}
+        for name in file.keys():  # noqa: SIM118 (it is no dict)
+            part = file.get_slice(name)
+            if part.get_dtype() not in TYPES:
+                raise LoadError(f"{path}: {name} has type {part.get_dtype()}, which is not read")
+            tensors[name] = Stored(
+                torch.Size(part.get_shape()),
+                TYPES[part.get_dtype()],
+                lambda name=name: file.get_tensor(name),
+            )
+        return Contents(tensors, dict(file.metadata() or {}))
+    except SafetensorError as error:
+        raise LoadError(
+            f"{path} is no intact safetensors file ({error}): download or copy it again"
+        ) from None
+
+
+def _read_pickle(path: Path) -> Contents:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # whatever a damaged or hostile pickle leads to
+        text = str(error)
+        if "Unsupported" in text:  # torch's word for what weights_only keeps from running
+            what = text.partition("WeightsUnpickler error: ")[2].partition("\n")[0]
+            raise LoadError(
+                f"{path} holds more than tensors, and loading that could run code, so it was not "
+                f"loaded ({what[:200]}). If you trust it, save its tensors alone from where it was "
+                "made: torch.save(model.state_dict(), file)"
+            ) from None
+        raise LoadError(
+            f"{path} is no intact PyTorch file ({type(error).__name__}): download or copy it again"
+        ) from None
+    state = _unwrapped(content)
+    if not state:
+        raise LoadError(f"{path} holds no state dict; expected names with a tensor each")
+    odd = [name for name, value in state.items() if not _is_plain_tensor(name, value)]
+    if odd:
+        raise LoadError(f"{path}: {odd[0]!r} is no ordinary tensor; expected a state dict of them")
+    tensors = {
+        name: Stored(tensor.shape, tensor.dtype, lambda tensor=tensor: tensor.detach())
+        for name, tensor in state.items()
+    }
+    metadata = getattr(state, "_metadata", {}).get("", {})
+    return Contents(tensors, metadata if isinstance(metadata, dict) else {})
+
+
+def _unwrapped(content: Any) -> dict[str, Any]:
+    """The state dict inside of what a training script saved."""
+    while isinstance(content, dict):
+        inner = next((key for key in WRAPPERS if isinstance(content.get(key), dict)), None)
+        if inner is None:
+            return content
+        content = content[inner]
+    return {}
+
+
+def _is_plain_tensor(name: object, value: object) -> bool:
+    return (
+        isinstance(name, str)
+        and isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+    )
+
+
+def _read_npz(path: Path) -> Contents:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            headers = {info.filename: _npy_header(archive, info) for info in archive.infolist()}
+        arrays = np.load(path, allow_pickle=False)
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, RuntimeError) as error:
+        raise LoadError(
+            f"{path} is no intact .npz file of plain arrays ({error}): download or copy it again"
+        ) from None
+
+    def read(name: str) -> Tensor:
+        try:
+            return _tensor(arrays[name])
+        except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
+            raise LoadError(f"{path} is damaged at {name} ({error}): download it again") from None
+
+    tensors = {}
+    for file, (shape, dtype) in headers.items():
+        name = file.removesuffix(".npy")
+        tensors[name] = Stored(shape, dtype, lambda name=name: read(name))
+    return Contents(tensors, {})
+
+
+def _npy_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[torch.Size, torch.dtype]:
+    """Shape and type of an array, checked against the bytes that are there for it."""
+    with archive.open(info) as file:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in read:
+            raise ValueError(f"{info.filename} is of version {version}")
+        shape, _, dtype = read[version](file)
+        if dtype.hasobject or file.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
+            raise ValueError(f"{info.filename} claims {shape} of {dtype}")
+    return torch.Size(shape), _tensor(np.empty(0, dtype)).dtype
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    if array.dtype == np.dtype("V2"):  # what numpy makes of a bfloat16 that it does not know
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise ValueError(f"arrays of {array.dtype} cannot be read") from None
+
+
+def _is_zip(start: bytes) -> bool:
+    return start.startswith(b"PK\x03\x04")
+
+
+def _is_npz(path: Path, start: bytes) -> bool:
+    if not _is_zip(start):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith(".npy") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        return path.suffix == ".npz"
+
+
+# How each kind begins, and who reads it; an .npz and a PyTorch file are both archives.
+KINDS: tuple[tuple[Callable[[Path, bytes], bool], Callable[[Path], Contents]], ...] = (
+    (_is_npz, _read_npz),
+    (lambda path, start: _is_zip(start) or start.startswith(b"\x80"), _read_pickle),
+    (lambda path, start: start[8:9] == b"{", _read_safetensors),
+)
