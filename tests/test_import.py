@@ -11,12 +11,13 @@ import vitrail
 
 PACKAGE = Path(vitrail.__file__).parent
 
-# room → the rooms it may import, beside itself. Attention, tokens and positions are the parts;
+# room → the rooms it may import, beside itself and `words`, which everybody may. Attention, tokens and positions are the parts;
 # models are made of them; all else is made of models, except data, which knows none.
 PARTS = {"attention", "tokens", "positions"}
 MODELS = {*PARTS, "data", "models"}
 ABOVE = {*MODELS, "weights", "look", "fast"}
 MAY_IMPORT: dict[str, set[str]] = {
+    "words": set(),
     "attention": PARTS,
     "tokens": PARTS,
     "positions": PARTS,
@@ -54,7 +55,7 @@ def forbidden(source: str, path: Path) -> set[str]:
     """The rooms that the module at `path` (relative to the package) imports but may not."""
     room = path.parts[0].removesuffix(".py")
     package = ".".join(["vitrail", *path.parent.parts])
-    return rooms_imported(source, package) - {room} - MAY_IMPORT[room]
+    return rooms_imported(source, package) - {room, "words"} - MAY_IMPORT[room]
 
 
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

@@ -30,24 +30,44 @@ UPRIGHT = {
 
 
 class PictureError(ValueError):
-    """A picture that cannot be read. The text names it and says why."""
+    """A picture that cannot be read. The text names it and says why; `reason` only says why."""
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason or text
 
 
-def open_picture(source: Source) -> Image.Image:
+def open_picture(source: Source, *, shortest: int | None = None) -> Image.Image:
     """The picture in RGB, 8 bit, upright; what is transparent lies on white.
 
     source: a path, the bytes of a file, a file opened with "rb", a PIL image, an array
     (height, width) or (height, width, 1 | 3 | 4), or a tensor (1 | 3 | 4, height, width). Arrays
     and tensors hold uint8, uint16, bool, or floats from 0 to 1.
+    shortest: how many pixels the shortest side must have at least; a larger JPEG file is then decoded
+        to a half, a quarter or an eighth of its size, which is several times quicker.
     """
     try:
         image = _image(source)
+        if shortest:
+            image.draft(None, (shortest, shortest))
         image.load()  # only now is the picture decoded
         picture = _rgb(_upright(image))
     except Exception as error:  # decoders let a damaged or hostile file raise almost anything
-        raise PictureError(f"{_name(source)} cannot be read: {_reason(error)}") from error
+        reason = _reason(error)
+        raise PictureError(f"{_name(source)} cannot be read: {reason}", reason) from error
     picture.info.clear()  # it is upright now: nobody shall turn it again
     return picture
+
+
+def picture_size(source: Source) -> tuple[int, int]:
+    """(height, width) of the upright picture, by what its file says of it."""
+    try:
+        image = _image(source)
+        turned = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+    except Exception as error:
+        reason = _reason(error)
+        raise PictureError(f"{_name(source)} cannot be read: {reason}", reason) from error
+    return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def _image(source: Any) -> Image.Image:

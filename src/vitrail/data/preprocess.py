@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from PIL import Image
 
 from vitrail.data.pictures import PictureError, Source, open_picture
+from vitrail.words import unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,16 +138,25 @@ class Preprocess:
         """(height, width) that pictures are resized by, before the crop."""
         return self.resize if isinstance(self.resize, tuple) else (self.resize, self.resize)
 
-    def __call__(self, source: Source) -> Tensor:
-        """The picture (anything that `open_picture` takes) as (channels, height, width) float32."""
-        import torch
-
+    @property
+    def mode(self) -> str:
+        """What Pillow calls pictures of so many channels."""
         if len(self.mean) not in MODES:
             raise ValueError(
                 f"pictures have 1 or 3 channels, this preprocessing has {len(self.mean)}; feed the "
                 "model tensors of your own"
             )
-        image = open_picture(source).convert(MODES[len(self.mean)])
+        return MODES[len(self.mean)]
+
+    def __call__(self, source: Source) -> Tensor:
+        """The picture (anything that `open_picture` takes) as (channels, height, width) float32."""
+        return self.normalise(self.pixels(source))
+
+    def pixels(self, source: Source) -> Tensor:
+        """The same before the normalisation, uint8."""
+        import torch
+
+        image = open_picture(source).convert(self.mode)
         height, width = FITS[self.fit](image.height, image.width, *self.sides)
         if height * width > MOST_PIXELS:
             raise PictureError(
@@ -162,9 +171,19 @@ class Preprocess:
             image = Image.new(whole.mode, (width, height), FILLS[self.fill](self.mean))
             image.paste(whole, (-left, -top))
 
-        pixels = torch.from_numpy(np.array(image)).view(height, width, -1).permute(2, 0, 1)
-        mean, std = self._mean_and_std()
-        return pixels.contiguous().float().div_(255).sub_(mean).div_(std)
+        return torch.from_numpy(np.array(image)).view(height, width, -1).permute(2, 0, 1).contiguous()
+
+    def keeps(self, height: int, width: int) -> bool:
+        """Whether pictures of this size are neither resized nor cropped."""
+        return FITS[self.fit](height, width, *self.sides) == (height, width) == self.size
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Pixels from 0 to 255, (…, channels, height, width), as a model is fed them.
+
+        Changes pixels that come as float32, rather than take as much memory again.
+        """
+        mean, std = (values.to(pixels.device) for values in self._mean_and_std())
+        return pixels.float().div_(255).sub_(mean).div_(std)
 
     def picture(self, pixels: Tensor) -> Image.Image:
         """The picture that an input (channels, height, width) shows: the normalisation undone."""
@@ -229,13 +248,6 @@ def crop_fraction(crop: Sides, sides: Sides) -> float | None:
         if fraction and all(math.floor(c / fraction) == s for c, s in pairs):
             return fraction
     return None
-
-
-def unknown(what: str, given: object, known: Collection[str]) -> str:
-    """The text of an error about a name: the nearest right one, and all of them."""
-    nearest = get_close_matches(str(given), known, n=1)
-    meant = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown {what} {given!r}; {meant}expected one of: {', '.join(known)}"
 
 
 def _divided(height: int, width: int, ratio: float) -> Sides:

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from vitrail.attention import align, attend, attention_weights, weigh
-from vitrail.models.config import nearest
 from vitrail.tokens import Grid, Tokens
+from vitrail.words import nearest
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Recording(Mapping[str, Seen]):
         self.chosen = tuple(chosen)
         self.every_call = every_call
         self.grid: Grid | None = None
+        self.thread = threading.get_ident()
         self._calls: dict[str, list[Seen]] = {}
 
     def add(self, name: str, weights: Tensor) -> None:
@@ -99,17 +101,21 @@ def record(
     layers: names, patterns ("blocks.*.attention") or numbers (-1 is the last), one or several; all
     attention layers unless given. every_call: keep each call of a layer, not only the last.
 
-    The model's output is the same, bit for bit. A model or part that torch.compile made runs as it is,
-    and once more uncompiled for its weights; wrappers (torch.compile, DistributedDataParallel) do not
-    show in the names. Only the thread that opened the context is recorded.
+    The model's output is the same, bit for bit. A part that would take another path if it were watched
+    (compiled, or one of torch's own Transformer modules) runs as it is, and once more uncompiled for
+    its weights; in training, dropout is then not the same in both. Call the very model that is given
+    here, compiled or not. Wrappers (torch.compile, DistributedDataParallel) do not show in the names.
+    Only the thread that opened the context is recorded.
     """
     chosen = _choose(model, layers)
     recording = Recording(chosen.values(), every_call)
-    compiled = list(_compiled_parts(model))
-    hidden = {module for part in compiled for module in part.modules()}
+    closed = set(_closed_parts(model, chosen))
+    hidden = {module for part in closed for module in part.modules()}
     with ExitStack() as stack:
-        for part in compiled:
-            stack.enter_context(_replayed(part, chosen, recording))
+        for part in closed:
+            # No need where there is no layer to watch, and no convolution to tell of a grid.
+            if any(inner in chosen or isinstance(inner, nn.Conv2d) for inner in part.modules()):
+                stack.enter_context(_replayed(part, chosen, recording))
         open_to_view = [module for module in model.modules() if module not in hidden]
         stack.enter_context(_watched(open_to_view, chosen, recording))
         yield recording
@@ -175,7 +181,7 @@ class _Tap(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in WEIGHTS_OF:
-            with torch.no_grad():
+            with torch.no_grad(), torch._C.DisableTorchFunction():  # no tap is to see this
                 weights = WEIGHTS_OF[func](result, *args, **kwargs)
             if weights is not None:
                 self.recording.add(self.name, weights)
@@ -187,19 +193,19 @@ def _watched(
     modules: Iterable[nn.Module], chosen: Mapping[nn.Module, str], recording: Recording
 ) -> Iterator[None]:
     """Hooks on modules: a tap is on while a chosen one runs; the others tell of grids."""
-    owner = threading.get_ident()
+    opened: list[_Tap] = []  # innermost last
     handles = []
 
     def open_tap(tap: _Tap) -> None:
-        if threading.get_ident() == owner:
-            tap.__enter__()
+        if threading.get_ident() == recording.thread:
+            opened.append(tap.__enter__())
 
     def close_tap(tap: _Tap) -> None:
-        if threading.get_ident() == owner:
-            tap.__exit__(None, None, None)
+        if threading.get_ident() == recording.thread and opened[-1:] == [tap]:
+            opened.pop().__exit__(None, None, None)
 
     def note_grid(module: nn.Module, _: Any, output: Any) -> None:
-        if threading.get_ident() != owner:
+        if threading.get_ident() != recording.thread:
             return
         if isinstance(output, Tokens):
             recording.grid = output.grid
@@ -218,54 +224,119 @@ def _watched(
     try:
         yield
     finally:
+        while opened:  # torch calls no hook after KeyboardInterrupt
+            opened.pop().__exit__(None, None, None)
         for handle in handles:
             handle.remove()
 
 
-def _compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that torch.compile(module) or module.compile() made."""
-    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile(module) or module.compile() made it what it is."""
+    if isinstance(call := module._compiled_call_impl, _Replay):
+        call = call.before
+    return hasattr(module, "_orig_mod") or call is not None
+
+
+def _is_closed(module: nn.Module) -> bool:
+    """Whether the module, once watched, would take another path with other rounding."""
+    own_kernel = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+    return _is_compiled(module) or isinstance(module, own_kernel)
+
+
+def _closed_parts(module: nn.Module, chosen: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
+    """The outermost closed modules; a chosen one with a closed one inside is closed with it."""
+    if _is_closed(module) or (module in chosen and any(map(_is_closed, module.modules()))):
         yield module
     else:
         for child in module.children():
-            yield from _compiled_parts(child)
+            yield from _closed_parts(child, chosen)
+
+
+class _Replay:
+    """Stands in for a closed part: each call runs it as it is, and then once more, open and watched.
+
+    Looking into compiled code would mean to compile other code, whose answers round otherwise.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = part
+        self.before: Callable[..., Any] | None = vars(part).get(_place_of(part))
+        self.unwatched: Callable[..., Any] = self.before or part._call_impl
+        self.plain: Callable[..., Any] = getattr(part, "_orig_mod", part._call_impl)
+        self.is_compiled = any(map(_is_compiled, part.modules()))
+        self.gpus = sorted({x.device.index for x in part.parameters() if x.is_cuda})
+        self.watchers: list[tuple[Mapping[nn.Module, str], Recording]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        here = threading.get_ident()
+        watchers = [watcher for watcher in self.watchers if watcher[1].thread == here]
+        # The switches below are the whole process's, so all that they could touch waits.
+        with _replays, ExitStack() as stack:
+            if not watchers:
+                return self.unwatched(*args, **kwargs)
+            if self.part.training and not self.is_compiled:  # torch takes the open path by itself
+                for watcher in watchers:
+                    stack.enter_context(_watched(self.part.modules(), *watcher))
+                return self.unwatched(*args, **kwargs)
+            # What the call changes besides its output (inputs, caches, batch statistics, random
+            # numbers) must change once.
+            tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            again = copy.deepcopy((args, kwargs), {id(x): x.detach().clone() for x in tensors})
+            output = self.unwatched(*args, **kwargs)
+            buffers = [(buffer, buffer.clone()) for buffer in self.part.buffers()]
+            for context in (
+                torch.compiler.set_stance("force_eager"),
+                torch.random.fork_rng(self.gpus),
+                torch.no_grad(),
+                _without_fast_path(),
+                *(_watched(self.part.modules(), *watcher) for watcher in watchers),
+            ):
+                stack.enter_context(context)
+            self.plain(*again[0], **again[1])
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+            return output
+
+
+def _place_of(part: nn.Module) -> str:
+    """The attribute of a module through which calling it goes, on the instance itself."""
+    return "forward" if hasattr(part, "_orig_mod") else "_compiled_call_impl"
+
+
+_replays = threading.RLock()
 
 
 @contextmanager
 def _replayed(part: nn.Module, chosen: Mapping[nn.Module, str], recording: Recording) -> Iterator[None]:
-    """Each call of a compiled part is followed by one of the same part, uncompiled and watched.
-
-    Looking into the compiled code would mean to compile other code, whose answers round otherwise.
-    """
-    wrapper = hasattr(part, "_orig_mod")
-    attribute = "forward" if wrapper else "_compiled_call_impl"
-    compiled = getattr(part, attribute)
-    plain = getattr(part, "_orig_mod" if wrapper else "_call_impl")
-    gpus = sorted({tensor.device.index for tensor in part.parameters() if tensor.is_cuda})
-
-    def run_both(*args: Any, **kwargs: Any) -> Any:
-        # What the call changes besides its output (caches, batch statistics, random numbers) must
-        # change once.
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        again = copy.deepcopy((args, kwargs), {id(tensor): tensor for tensor in tensors})
-        output = compiled(*args, **kwargs)
-        buffers = [(buffer, buffer.clone()) for buffer in part.buffers()]
-        with (
-            torch.compiler.set_stance("force_eager"),
-            torch.random.fork_rng(gpus),
-            torch.no_grad(),
-            _watched(part.modules(), chosen, recording),
-        ):
-            plain(*again[0], **again[1])
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        return output
-
-    object.__setattr__(part, attribute, run_both)
+    """A _Replay in the part's place, shared by all recordings of it and gone with the last of them."""
+    watcher = chosen, recording
+    with _replays:
+        place = _place_of(part)
+        replay = vars(part).get(place)
+        if not isinstance(replay, _Replay):
+            replay = _Replay(part)
+            vars(part)[place] = replay
+        replay.watchers.append(watcher)
     try:
         yield
     finally:
-        object.__setattr__(part, attribute, compiled)
+        with _replays:
+            replay.watchers = [other for other in replay.watchers if other is not watcher]
+            if not replay.watchers:
+                del vars(part)[place]
+                if replay.before is not None:
+                    vars(part)[place] = replay.before
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Torch's Transformer modules compute by the functions in WEIGHTS_OF while this lasts."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _of_attend(_: Any, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, **how: Any) -> Tensor:
@@ -297,9 +368,11 @@ def _of_torch(
     return attention_weights(query, key, bias=attn_mask, scale=scale)
 
 
-def _of_torch_multihead(_: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+def _of_torch_multihead(_: Any, *args: Any, **kwargs: Any) -> Tensor:
     asked = {"need_weights": True, "average_attn_weights": False, "training": False}
-    return F.multi_head_attention_forward(*args, **{**kwargs, **asked})[1]
+    _, weights = F.multi_head_attention_forward(*args, **{**kwargs, **asked})
+    assert weights is not None
+    return weights if weights.ndim == 4 else weights[None]  # one example comes without its batch
 
 
 def _of_softmax(result: Tensor, *_: Any, **__: Any) -> Tensor | None:

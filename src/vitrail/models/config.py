@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from vitrail.words import nearest
 
 C = TypeVar("C")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A clause that names what was probably meant, or all there is."""
-    known = list(known)
-    close = get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
 
 
 def build_config(kind: type[C], values: Mapping[str, Any]) -> C:
     """An instance of the frozen dataclass `kind`; unknown names and values of the wrong type are refused.
 
-    A pair may be given as one number (224 for 224x224) or as a list, as JSON has it.
+    A pair may be given as one number (224 for 224x224) or as a list, as JSON has it; a config within the
+    config as a mapping.
     """
     assert is_dataclass(kind)
     hints = get_type_hints(kind)
@@ -35,10 +31,12 @@ def build_config(kind: type[C], values: Mapping[str, Any]) -> C:
 def _fit(name: str, value: Any, hint: Any) -> Any:
     """The value as the type that the field asks for, or an error that says what it should have been."""
     if get_origin(hint) in (Union, types.UnionType):
-        if value is None and type(None) in get_args(hint):
-            return None
-        (hint,) = (option for option in get_args(hint) if option is not type(None))
-    if get_origin(hint) is tuple:
+        for option in get_args(hint):
+            with suppress(ValueError):
+                return _fit(name, value, option)
+    elif is_dataclass(hint) and isinstance(value, Mapping):
+        return build_config(cast("type[Any]", hint), value)
+    elif get_origin(hint) is tuple:
         inner = get_args(hint)
         if isinstance(value, int) and not isinstance(value, bool) and len(inner) == 2:
             value = (value,) * 2

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from math import floor
 from typing import Any
 
-from vitrail.data.preprocess import Preprocess, sides_before_crop
+from vitrail.data.preprocess import Preprocess
 from vitrail.models.base import Model
-from vitrail.models.config import build_config, nearest
+from vitrail.models.config import build_config
 from vitrail.models.vit import SIZES, ViT, ViTConfig
+from vitrail.words import nearest
 
 # What config.json calls a system → the class of its model and of its config.
 SYSTEMS: dict[str, tuple[type[Model], type[Any]]] = {"vit": (ViT, ViTConfig)}
@@ -84,10 +86,19 @@ def build(
 
 
 def paper_preprocess(image_size: tuple[int, int], channels: int) -> Preprocess:
-    """The ViT paper's: the middle 90 % of the picture, values from -1 to 1."""
-    resize, fit = sides_before_crop(image_size, 0.9, "shortest")
+    """Values from -1 to 1 as the ViT paper's; of a square the middle 90 %, otherwise all, stretched.
+
+    That is what every library that weights go out to can say.
+    """
+    square = image_size[0] == image_size[1]
     half = (0.5,) * channels
-    return Preprocess(resize=resize, crop=image_size, fit=fit, interpolation="bicubic", mean=half, std=half)
+    return Preprocess(
+        resize=floor(image_size[0] / 0.9) if square else image_size,
+        crop=image_size if square else None,
+        interpolation="bicubic",
+        mean=half,
+        std=half,
+    )
 
 
 def describe(model: Model) -> dict[str, Any]:

@@ -18,7 +18,7 @@ GROUPS = 32
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
     """Pads (…, height, width) so that the result has ⌈size / stride⌉ cells, the odd one at the end."""
-    down, across = (max((math.ceil(size / stride) - 1) * stride + kernel - size, 0) for size in x.shape[-2:])
+    down, across = (max(kernel - 1 - (size - 1) % stride, 0) for size in x.shape[-2:])
     edges = (across // 2, across - across // 2, down // 2, down - down // 2)
     return F.pad(x, edges, value=value)
 

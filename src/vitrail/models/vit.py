@@ -81,7 +81,7 @@ class ViTConfig:
 
 
 class AttentionPooling(nn.Module):
-    """One learned query looks at all tokens (Zhai et al. 2022): (batch, tokens, width) → (batch, width)."""
+    """One learned query looks at all patches (Zhai et al. 2022): (batch, tokens, width) → (batch, width)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class ViT(Model):
             self.head = nn.Linear(features, config.classes)
             if config.distillation_token:
                 self.distillation_head = nn.Linear(features, config.classes)
-        self.apply(_initialise)
+        self.apply(initialise)
 
     def encode(self, images: Tensor) -> Tokens:
         """All tokens after the last block: (batch, special tokens + patches, width), and their grid."""
@@ -248,12 +248,12 @@ def _patches_mean(model: ViT, x: Tensor) -> Tensor:
 POOLS: dict[str, Callable[[ViT, Tensor], Tensor]] = {
     "class": lambda model, x: x[:, 0],
     "mean": _patches_mean,
-    "attention": lambda model, x: model.attention_pooling(x),
+    "attention": lambda model, x: model.attention_pooling(x[:, model.config.special_tokens :]),
     "class+mean": lambda model, x: torch.cat([x[:, 0], _patches_mean(model, x)], -1),
 }
 
 
-def _initialise(module: nn.Module) -> None:
+def initialise(module: nn.Module) -> None:
     """Small normal weights and zero biases everywhere; special tokens start at almost nothing."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)

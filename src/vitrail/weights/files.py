@@ -10,6 +10,7 @@ import json
 import math
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,11 +116,16 @@ def _is_file_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
 
 
+def plain_name(name: str) -> str:
+    """A tensor's name without what wrappers around its model put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED_NAMES)
+
+
 def _plain_names(tensors: dict[str, Stored], path: Path) -> dict[str, Stored]:
-    """Without the parts that wrappers put into names."""
+    """All by their plain names, each of which may be there once."""
     plain: dict[str, Stored] = {}
     for name, stored in tensors.items():
-        short = ".".join(part for part in name.split(".") if part not in WRAPPED_NAMES)
+        short = plain_name(name)
         if short in plain:
             raise LoadError(f"{path} has {short} twice, with and without a wrapper's prefix")
         plain[short] = stored
@@ -137,7 +143,7 @@ def _read_safetensors(path: Path) -> Contents:
             tensors[name] = Stored(
                 torch.Size(part.get_shape()),
                 TYPES[part.get_dtype()],
-                lambda name=name: file.get_tensor(name),
+                partial(file.get_tensor, name),
             )
         return Contents(tensors, dict(file.metadata() or {}))
     except SafetensorError as error:
@@ -167,12 +173,10 @@ def _read_pickle(path: Path) -> Contents:
     odd = [name for name, value in state.items() if not _is_plain_tensor(name, value)]
     if odd:
         raise LoadError(f"{path}: {odd[0]!r} is no ordinary tensor; expected a state dict of them")
-    tensors = {
-        name: Stored(tensor.shape, tensor.dtype, lambda tensor=tensor: tensor.detach())
-        for name, tensor in state.items()
-    }
-    metadata = getattr(state, "_metadata", {}).get("", {})
-    return Contents(tensors, metadata if isinstance(metadata, dict) else {})
+    tensors = {name: Stored(tensor.shape, tensor.dtype, tensor.detach) for name, tensor in state.items()}
+    metadata = getattr(state, "_metadata", None)  # what torch keeps beside a state dict, by module
+    own = metadata.get("") if isinstance(metadata, dict) else None
+    return Contents(tensors, own if isinstance(own, dict) else {})
 
 
 def _unwrapped(content: Any) -> dict[str, Any]:
@@ -214,7 +218,7 @@ def _read_npz(path: Path) -> Contents:
     tensors = {}
     for file, (shape, dtype) in headers.items():
         name = file.removesuffix(".npy")
-        tensors[name] = Stored(shape, dtype, lambda name=name: read(name))
+        tensors[name] = Stored(shape, dtype, partial(read, name))
     return Contents(tensors, {})
 
 

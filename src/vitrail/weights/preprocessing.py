@@ -20,8 +20,8 @@ from vitrail.data.preprocess import (
     Preprocess,
     crop_fraction,
     sides_before_crop,
-    unknown,
 )
+from vitrail.words import unknown
 
 HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

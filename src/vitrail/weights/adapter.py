@@ -1,0 +1,112 @@
+"""What every form of weights is read into, and what the adapters share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.models.base import Model
+from vitrail.models.vit import SIZES, ViTConfig
+from vitrail.weights.checkpoint import Checkpoint
+from vitrail.weights.errors import LoadError, SaveError
+from vitrail.weights.files import Stored
+from vitrail.weights.names import Table
+
+
+class Draft(NamedTuple):
+    """What a checkpoint says it is, in our terms."""
+
+    config: Any
+    table: Table
+    tensors: Mapping[str, Stored]  # by the names that the table knows
+    preprocess: Preprocess | None = None  # None: the usual
+    labels: tuple[str, ...] = ()
+    system: str = "vit"
+    unused: frozenset[str] = frozenset()  # tensors that may be there and are left out on purpose
+    guessed: tuple[str, ...] = ()  # what the checkpoint did not say, for a warning
+
+
+class Adapter(NamedTuple):
+    """One form of weights."""
+
+    is_one: Callable[[Checkpoint], bool]
+    # The checkpoint, and what the caller of load asked for (heads, image_size, …) that may help.
+    read: Callable[[Checkpoint, Mapping[str, Any]], Draft]
+    write: Callable[[Model, Path], None]  # to a new file, or an empty folder
+    folder: bool
+
+
+def numbered(names: Iterable[str], pattern: str) -> int:
+    """How many different numbers the pattern's one group takes among the names: blocks, units."""
+    matches = (re.match(pattern, name) for name in names)
+    return len({match[1] for match in matches if match})
+
+
+def heads_of(width: int, asked: Mapping[str, Any], where: str) -> tuple[int, tuple[str, ...]]:
+    """Heads of a model whose file does not tell them, and how sure that is."""
+    if "heads" in asked:
+        return asked["heads"], ()
+    usual = {size[0]: size[2] for size in SIZES.values()}
+    if width in usual:
+        return usual[width], ()
+    if width % 64:
+        raise LoadError(
+            f"{where} does not tell the number of heads, and its width {width} is no usual one; "
+            "say it: load(…, heads=…)"
+        )
+    return width // 64, (f"{width // 64} heads of width 64 (heads=… says otherwise)",)
+
+
+def image_size_of(
+    counts: Iterable[int], patch: tuple[int, int], asked: Mapping[str, Any], where: str
+) -> tuple[int, int]:
+    """The size that positions were learned at: a square, unless what was asked for fits them.
+
+    counts: how many patches they may be for, the likeliest first.
+    """
+    counts = list(counts)
+    height, width = pair(asked.get("image_size", 0))
+    for cells in counts:
+        side = math.isqrt(cells)
+        if side**2 == cells:
+            return side * patch[0], side * patch[1]
+        if -(-height // patch[0]) * -(-width // patch[1]) == cells:
+            return height, width
+    raise LoadError(
+        f"{where} has positions for {counts[0]} patches of {patch[0]}x{patch[1]}, which form no "
+        "square; say what it was trained at: load(…, image_size=(height, width))"
+    )
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """A size given as one number or two."""
+    height, width = value if isinstance(value, list | tuple) else (value, value)
+    return height, width
+
+
+def check_whole_patches(config: ViTConfig, where: str) -> None:
+    """Other libraries cut off what does not fill a patch, where ours are padded."""
+    if any(size % patch for size, patch in zip(config.image_size, config.patch, strict=True)):
+        raise LoadError(f"{where}: image_size={config.image_size} is no multiple of patch={config.patch}")
+
+
+def settled(config: ViTConfig) -> ViTConfig:
+    """The config without the choice to say that all special tokens have positions in two ways."""
+    every = config.positioned_tokens == config.special_tokens or config.positions != "learned"
+    return replace(config, positioned_tokens=None) if every else config
+
+
+def refuse_unsaid(library: str, ours: Any, theirs: Any, free: Iterable[str] = ()) -> None:
+    """Names the fields of a config or a preprocessing that would come back as something else."""
+    lost = [
+        f"{field.name}={getattr(ours, field.name)!r} (it would be {getattr(theirs, field.name)!r})"
+        for field in fields(ours)
+        if field.name not in free and getattr(ours, field.name) != getattr(theirs, field.name)
+    ]
+    if lost:
+        raise SaveError(f"{library} cannot say {', '.join(lost)}; load with another value first")

@@ -1,0 +1,114 @@
+"""From what a person names (a folder, a file, a hub id) to configurations and tensors."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitrail.weights.errors import LoadError
+from vitrail.weights.files import Stored, read_file, read_json, read_shards
+
+INDEX = ".safetensors.index.json"
+# The files of weights that a folder may hold, the best first.
+SAFETENSORS = ("model.safetensors", f"model{INDEX}")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+ENDINGS = (".safetensors", ".npz", ".pth", ".pt", ".bin")
+CONFIGS = ("config.json", "preprocessor_config.json")
+HUB_ID = re.compile(r"(?:hf[-_]hub:)?(?P<id>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^@]+))?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that was found: where, the tensors, and what is said of them."""
+
+    where: str
+    file: Path
+    tensors: dict[str, Stored]
+    metadata: dict[str, Any] = field(default_factory=dict)  # inside the file of weights
+    config: dict[str, Any] = field(default_factory=dict)  # config.json
+    processor: dict[str, Any] = field(default_factory=dict)  # preprocessor_config.json
+
+
+def open_checkpoint(
+    source: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    token: str | bool | None = None,
+) -> Checkpoint:
+    """Finds the files of a source and reads all but the tensors' values."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        match = HUB_ID.fullmatch(str(source))
+        if match is None:
+            raise LoadError(
+                f"{source} does not exist; expected a folder, a file, or a hub id such as "
+                "'google/vit-base-patch16-224' or 'timm/vit_tiny_patch16_224.augreg_in21k@main'"
+            )
+        path = _downloaded(match["id"], match["revision"] or revision, cache_dir, token)
+    folder = path if path.is_dir() else path.parent
+    file = _weights_in(path) if path.is_dir() else path
+    contents = read_shards(file) if file.name.endswith(".index.json") else read_file(file)
+    # A file by a name of its own may lie beside a config.json that is about another.
+    configs = CONFIGS if path.is_dir() or file.name in (*SAFETENSORS, *PICKLES) else ()
+    config, processor = (
+        read_json(folder / name) if name in configs and (folder / name).is_file() else {} for name in CONFIGS
+    )
+    return Checkpoint(str(source), file, *contents, config=config, processor=processor)
+
+
+def _weights_in(folder: Path) -> Path:
+    """The one file of weights in a folder."""
+    for name in (*SAFETENSORS, *PICKLES):
+        if (folder / name).is_file():
+            return folder / name
+    others = sorted(file for file in folder.iterdir() if file.name.endswith(ENDINGS))
+    if len(others) == 1:
+        return others[0]
+    if others:
+        names = ", ".join(file.name for file in others)
+        raise LoadError(f"{folder} holds several files of weights: {names}; name one of them")
+    raise LoadError(
+        f"{folder} holds no weights; expected {SAFETENSORS[0]}, {PICKLES[0]}, or one file that ends "
+        f"in {', '.join(ENDINGS)}"
+    )
+
+
+def _downloaded(
+    name: str,
+    revision: str | None,
+    cache_dir: str | os.PathLike[str] | None,
+    token: str | bool | None,
+) -> Path:
+    """The folder of the hub's files in its cache: safetensors if there are any, else the others."""
+    # Here, because it takes longer to import than most models to load.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    def fetch(patterns: Iterable[str]) -> Path:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=None if cache_dir is None else Path(cache_dir),
+                token=token,
+                allow_patterns=[*CONFIGS, *patterns],
+            )
+        )
+
+    try:
+        folder = fetch(["model*.safetensors", f"model*{INDEX}"])
+        if not any((folder / file).is_file() for file in SAFETENSORS):
+            folder = fetch(["pytorch_model*.bin", PICKLES[1], "*.npz", "*.pth"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        at = f" at revision {revision}" if revision else ""
+        raise LoadError(
+            f"{name} is no folder or file here, and could not be had from the hub{at}{offline}: "
+            f"{str(error).strip().partition(chr(10))[0] or type(error).__name__}"
+        ) from error
+    return folder
