@@ -236,7 +236,7 @@ def test_unchosen_layers_compute_no_weights(monkeypatch: pytest.MonkeyPatch) -> 
         computed.append(args)
         return attention_weights(*args, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(import_module("vitrail.look.record"), "attention_weights", counted)
+    monkeypatch.setattr(import_module("vitrail.look.taps"), "attention_weights", counted)
     model = small()
     with vitrail.record(model, 1):
         model(pictures())

@@ -19,7 +19,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "oblong": ("vit_tiny_patch16_224", {**SMALL, "img_size": (32, 48), "patch_size": 8}),
     "no classes": ("vit_tiny_patch16_224", {**SMALL, "img_size": 32, "num_classes": 0}),
     "hybrid, stem alone": ("vit_tiny_r_s16_p8_224", {**SMALL, "img_size": 64}),
-    "hybrid, R50": ("vit_base_r50_s16_224", {**SMALL, "img_size": 64}),
+    "hybrid, R50": ("vit_base_r50_s16_224", {**SMALL, "img_size": 32}),
 }
 
 
