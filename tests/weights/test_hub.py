@@ -102,7 +102,7 @@ def test_a_repository_without_weights(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "README.md").write_text("soon")
     publish(tmp_path / "empty", tmp_path / "cache", "org/empty")
-    with pytest.raises(LoadError, match="holds no weights|could not be had"):
+    with pytest.raises(LoadError, match=r"holds no weights|could not be had"):
         load("org/empty", cache_dir=tmp_path / "cache")
 
 

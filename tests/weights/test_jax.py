@@ -145,7 +145,7 @@ def test_before_fine_tuning(tmp_path: Path) -> None:
 
 
 def test_group_norms_without_dimensions(tmp_path: Path) -> None:
-    arrays = original(small("hybrid, R50"))
+    arrays = original(small("hybrid, stem alone"))
     np.savez(tmp_path / "with.npz", **arrays)
     flat = {name: array.ravel() if array.shape[:3] == (1, 1, 1) and "gn" in name else array
             for name, array in arrays.items()}  # fmt: skip

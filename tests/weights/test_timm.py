@@ -23,6 +23,7 @@ MODELS = {
     "patch 7": ("vit_small_patch16_224", {**SMALL, "img_size": (21, 35), "patch_size": 7}),
     "no qkv bias, qk norm": ("vit_tiny_patch16_224", {**ODD, "qkv_bias": False, "qk_norm": True}),
     "one channel": ("vit_tiny_patch16_224", {**ODD, "in_chans": 1}),
+    "one channel, hybrid": ("vit_tiny_r_s16_p8_224", {**SMALL, "img_size": 64, "in_chans": 1}),
     "no classes": ("vit_tiny_patch16_224", {**ODD, "num_classes": 0}),
     "no positions": ("vit_tiny_patch16_224", {**ODD, "pos_embed": "none"}),
     "GELU by tanh": ("vit_tiny_patch16_224", {**ODD, "act_layer": "gelu_tanh"}),

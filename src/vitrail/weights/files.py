@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zipfile
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def read_file(path: Path) -> Contents:
     """What is in a file of weights; its kind is recognised by its first bytes, not by its name."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(64)
+        start = file.read(256)
     if size == 0:
         raise LoadError(f"{path} is empty (0 bytes): download or copy it again")
     if start.startswith(b"version https://git-lfs"):
@@ -154,15 +155,14 @@ def _read_safetensors(path: Path) -> Contents:
 
 def _read_pickle(path: Path) -> Contents:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = _unpickled(path)
     except Exception as error:  # whatever a damaged or hostile pickle leads to
-        text = str(error)
-        if "Unsupported" in text:  # torch's word for what weights_only keeps from running
-            what = text.partition("WeightsUnpickler error: ")[2].partition("\n")[0]
+        forbidden = re.search(r"unsupported .*?GLOBAL ([\w.]+)", str(error), re.IGNORECASE)
+        if forbidden:
             raise LoadError(
-                f"{path} holds more than tensors, and loading that could run code, so it was not "
-                f"loaded ({what[:200]}). If you trust it, save its tensors alone from where it was "
-                "made: torch.save(model.state_dict(), file)"
+                f"{path} holds more than tensors ({forbidden[1]}), and loading that could run code, so "
+                "it was not loaded. If you trust it, save its tensors alone from where it was made: "
+                "torch.save(model.state_dict(), file)"
             ) from None
         raise LoadError(
             f"{path} is no intact PyTorch file ({type(error).__name__}): download or copy it again"
@@ -177,6 +177,14 @@ def _read_pickle(path: Path) -> Contents:
     metadata = getattr(state, "_metadata", None)  # what torch keeps beside a state dict, by module
     own = metadata.get("") if isinstance(metadata, dict) else None
     return Contents(tensors, own if isinstance(own, dict) else {})
+
+
+def _unpickled(path: Path) -> Any:
+    # torch takes a name with this ending at its word.
+    if zipfile.is_zipfile(path) and path.suffix != ".safetensors":
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    with path.open("rb") as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _unwrapped(content: Any) -> dict[str, Any]:
@@ -203,16 +211,19 @@ def _read_npz(path: Path) -> Contents:
     try:
         with zipfile.ZipFile(path) as archive:
             headers = {info.filename: _npy_header(archive, info) for info in archive.infolist()}
-        arrays = np.load(path, allow_pickle=False)
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError, RuntimeError) as error:
+    except Exception as error:  # whatever a damaged or hostile archive leads to
         raise LoadError(
             f"{path} is no intact .npz file of plain arrays ({error}): download or copy it again"
         ) from None
 
+    @cache  # opened once, and not before something is read
+    def arrays() -> Any:
+        return np.load(path, allow_pickle=False)
+
     def read(name: str) -> Tensor:
         try:
-            return _tensor(arrays[name])
-        except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
+            return _tensor(arrays()[name])
+        except Exception as error:  # as above
             raise LoadError(f"{path} is damaged at {name} ({error}): download it again") from None
 
     tensors = {}
@@ -254,13 +265,13 @@ def _is_npz(path: Path, start: bytes) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith(".npy") for name in archive.namelist())
-    except zipfile.BadZipFile:
-        return path.suffix == ".npz"
+    except Exception:  # damaged, and then its reader says so
+        return b".npy" in start  # the name of the first array, where the list of all is cut off
 
 
-# How each kind begins, and who reads it; an .npz and a PyTorch file are both archives.
+# How each kind begins, and who reads it. The length that safetensors begin with can be any byte.
 KINDS: tuple[tuple[Callable[[Path, bytes], bool], Callable[[Path], Contents]], ...] = (
+    (lambda path, start: start[8:9] == b"{", _read_safetensors),
     (_is_npz, _read_npz),
     (lambda path, start: _is_zip(start) or start.startswith(b"\x80"), _read_pickle),
-    (lambda path, start: start[8:9] == b"{", _read_safetensors),
 )

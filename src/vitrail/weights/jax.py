@@ -77,9 +77,6 @@ def _names(heads: int) -> Table:
         "patches.projection.bias": "embedding/bias",
         "blocks.{}.attention.output.weight": (f"{ATTENTION}out/kernel", from_heads),
         "blocks.{}.attention.output.bias": f"{ATTENTION}out/bias",
-        "patches.stem.root.0.weight": ("conv_root/kernel", FILTERS),
-        "patches.stem.root.1.weight": ("gn_root/scale", CHANNELS),
-        "patches.stem.root.1.bias": ("gn_root/bias", CHANNELS),
     }
     for part in ("query", "key", "value"):
         table[f"blocks.{{}}.attention.{part}.weight"] = (f"{ATTENTION}{part}/kernel", to_heads)
@@ -97,20 +94,17 @@ def _names(heads: int) -> Table:
         ("head", "head"),
     ):
         table |= {f"{ours}.weight": (f"{theirs}/kernel", KERNEL), f"{ours}.bias": f"{theirs}/bias"}
-    for ours, theirs in (
-        *((f"{kind}{n}", f"{kind}{n}") for kind in ("conv", "norm") for n in (1, 2, 3)),
-        ("shortcut.0", "conv_proj"),
-        ("shortcut.1", "norm_proj"),
+    unit, their_unit = "patches.stem.stages.{}.{}.", "block{+1}/unit{+1}/"
+    for filters, norm, theirs, which in (
+        ("patches.stem.root.0", "patches.stem.root.1", "", "_root"),
+        *((f"{unit}conv{n}", f"{unit}norm{n}", their_unit, f"{n}") for n in (1, 2, 3)),
+        (f"{unit}shortcut.0", f"{unit}shortcut.1", their_unit, "_proj"),
     ):
-        ours, theirs = f"patches.stem.stages.{{}}.{{}}.{ours}", f"block{{+1}}/unit{{+1}}/{theirs}"
-        if "/conv" in theirs:
-            table[f"{ours}.weight"] = (f"{theirs}/kernel", FILTERS)
-        else:
-            theirs = theirs.replace("norm", "gn")
-            table |= {
-                f"{ours}.weight": (f"{theirs}/scale", CHANNELS),
-                f"{ours}.bias": (f"{theirs}/bias", CHANNELS),
-            }
+        table |= {
+            f"{filters}.weight": (f"{theirs}conv{which}/kernel", FILTERS),
+            f"{norm}.weight": (f"{theirs}gn{which}/scale", CHANNELS),
+            f"{norm}.bias": (f"{theirs}gn{which}/bias", CHANNELS),
+        }
     return table
 
 

@@ -12,6 +12,7 @@ from vitrail.models.config import build_config
 from vitrail.models.registry import SYSTEMS, describe
 from vitrail.weights.adapter import Adapter, Draft
 from vitrail.weights.checkpoint import Checkpoint
+from vitrail.weights.errors import LoadError
 from vitrail.weights.files import plain_name
 from vitrail.weights.writing import CONFIG, WEIGHTS, write_json, write_tensors
 from vitrail.words import nearest
@@ -21,12 +22,18 @@ VERSION = 1  # goes up when an older Vitrail could no longer read what is writte
 
 
 def is_one(checkpoint: Checkpoint) -> bool:
-    """Whether config.json says so."""
-    return checkpoint.config.get("format") == FORMAT
+    """Whether config.json says so, or there are tensors by our names and no config.json."""
+    names_alone = not checkpoint.config and "blocks.0.attention_norm.weight" in checkpoint.tensors
+    return names_alone or checkpoint.config.get("format") == FORMAT
 
 
 def read(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
-    """What config.json says."""
+    """What config.json says; without one there is no knowing."""
+    if not checkpoint.config:
+        raise LoadError(
+            f"{checkpoint.where} has tensors by Vitrail's names, but no {CONFIG} beside {WEIGHTS}: give "
+            "the whole folder"
+        )
     return Draft(table={"*": "*"}, tensors=checkpoint.tensors, **said(checkpoint.config))
 
 

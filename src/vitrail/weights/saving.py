@@ -103,9 +103,15 @@ def _refuse_other_contents(folder: Path) -> None:
     if not folder.is_dir():
         return
     names = {file.name for file in folder.iterdir()}
-    ours = CONFIG in names and read_json(folder / CONFIG).get("format") == native.FORMAT
-    if names and (not ours or names - {CONFIG, WEIGHTS}):
+    if names and (names - {CONFIG, WEIGHTS} or not _is_ours(folder / CONFIG)):
         raise SaveError(
             f"{folder} holds something else than a saved model ({', '.join(sorted(names)[:5])}); "
             "choose another folder"
         )
+
+
+def _is_ours(config: Path) -> bool:
+    try:
+        return read_json(config).get("format") == native.FORMAT
+    except (LoadError, OSError):
+        return False

@@ -27,7 +27,7 @@ from vitrail.weights.adapter import (
 from vitrail.weights.checkpoint import Checkpoint
 from vitrail.weights.errors import LoadError
 from vitrail.weights.files import Stored
-from vitrail.weights.names import Table, places, theirs_from_ours
+from vitrail.weights.names import places, theirs_from_ours
 from vitrail.weights.preprocessing import from_timm, to_timm
 from vitrail.weights.writing import CONFIG, WEIGHTS, write_json, write_tensors
 
@@ -297,7 +297,7 @@ def _layer_scale(tensors: Mapping[str, Stored], arguments: Mapping[str, Any]) ->
     return (arguments.get("init_values") or 1e-5) if "blocks.0.ls1.gamma" in tensors else None
 
 
-def _names(config: ViTConfig) -> Table:
+def _names(config: ViTConfig) -> dict[str, str]:
     table = dict(NAMES)
     if config.norm_after_pool:
         table["norm.*"] = "fc_norm.*"
@@ -311,9 +311,10 @@ def write(model: Model, folder: Path) -> None:
     """What timm.create_model("local-dir:FOLDER", pretrained=True) reads."""
     config: ViTConfig = model.config
     state = model.state_dict()
-    tensors = theirs_from_ours(places(_names(config), state, "timm"), state)
-    hybrid = config.stem == "resnet"
-    kernel = list(model.state_dict()["patches.projection.weight"].shape[2:])
+    table = _names(config)
+    tensors = theirs_from_ours(places(table, state, "timm"), state)
+    first = "patches.stem.root.0.*" if config.stem == "resnet" else "patches.projection.*"
+    kernel = list(state["patches.projection.weight"].shape[2:])
     hidden = config.mlp_width * (2 if config.mlp == "swiglu" else 1)
     activation = "silu" if config.mlp == "swiglu" else config.mlp
     pool = next((theirs for theirs, ours in POOLS.items() if ours == config.pool), "token")
@@ -335,10 +336,7 @@ def write(model: Model, folder: Path) -> None:
                 "embed_dim": config.width,
                 "depth": config.depth,
                 "num_heads": config.heads,
-                # timm cuts off after the point, so that a half keeps it from one too few
-                "mlp_ratio": (hidden + 0.5) / config.width
-                if hidden % config.width
-                else hidden // config.width,
+                "mlp_ratio": _ratio(hidden, config.width),
                 "qkv_bias": config.qkv_bias,
                 "global_pool": pool,
                 "act_layer": next((t for t, ours in ACTIVATIONS.items() if ours == activation), "gelu"),
@@ -348,11 +346,16 @@ def write(model: Model, folder: Path) -> None:
                 **to_timm(model.preprocess),
                 "num_classes": config.classes,
                 "fixed_input_size": model.preprocess.size == config.image_size,
-                "first_conv": f"{STEM}stem.conv" if hybrid else "patch_embed.proj",
+                "first_conv": table[first].removesuffix(".*"),
                 "classifier": ["head", "head_dist"] if config.distillation_token else "head",
             },
         },
     )
+
+
+def _ratio(hidden: int, width: int) -> float:
+    """What times the width is hidden; timm cuts off after the point, so a half guards what is not whole."""
+    return (hidden + 0.5) / width if hidden % width else hidden / width
 
 
 def _architecture(config: ViTConfig) -> str:

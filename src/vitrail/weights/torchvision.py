@@ -126,7 +126,7 @@ def write(model: Model, file: Path) -> None:
     theirs, _ = _config(stored, asdict(config), "torchvision")
     refuse_unsaid("torchvision", settled(config), theirs, FREE)
     written = OrderedDict((name, part.detach().cpu().clone()) for name, part in tensors.items())
-    written._metadata = {"": {"version": 1, OURS: json.dumps(description(model))}}  # type: ignore[attr-defined]
+    vars(written)["_metadata"] = {"": {"version": 1, OURS: json.dumps(description(model))}}
     torch.save(written, file)
 
 

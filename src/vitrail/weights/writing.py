@@ -67,4 +67,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             tensor = tensor.clone()
         seen.add(tensor.untyped_storage().data_ptr())
         apart[name] = tensor
+    path.touch()
+    usual = path.stat().st_mode  # safetensors lets only the owner read its files
     save_file(apart, path, metadata={"format": "pt"})
+    path.chmod(usual)
