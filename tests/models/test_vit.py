@@ -132,6 +132,11 @@ def test_preprocessing_fits_the_model() -> None:
         ("vit-ti/16", {"image_size": (1, 2, 3)}, ["image_size"]),
         ("vit-ti/16", {"class_token": False}, ["class token", "mean"]),
         ("vit-ti/12", {"stem": "conv"}, ["12", "power of 2"]),
+        ("vit-ti/0", {}, ["patch", "at least 1"]),
+        ("vit-ti/16", {"depth": 0}, ["depth=0", "at least 1"]),
+        ("vit-ti/16", {"drop_path": 1.0}, ["drop_path=1.0", "below 1"]),
+        ("vit-ti/16", {"positioned_tokens": 2}, ["positioned_tokens=2", "0 to 1"]),
+        ("deit-ti/16", {"pool": "mean"}, ["distillation_token", "pool='class'"]),
         ("vit-r50+b/24", {}, ["16", "24x24"]),
     ],
 )

@@ -73,11 +73,35 @@ class ViTConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"{field}={value!r} is not known; choose from {', '.join(allowed)}")
+        for least, names in LEAST.items():
+            for name in names:
+                value = getattr(self, name)
+                if min(value, default=least) < least if isinstance(value, tuple) else value < least:
+                    raise ValueError(f"{name}={value} is too small; at least {least}")
+        for name in ("dropout", "attention_dropout", "drop_path"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is a rate: from 0 to below 1")
         if not self.class_token and (self.pool.startswith("class") or self.distillation_token):
             raise ValueError(
                 f"pool={self.pool!r}, distillation_token={self.distillation_token} need the class "
                 "token; keep class_token=True, or choose pool='mean' or 'attention'"
             )
+        if self.distillation_token and (self.pool != "class" or self.representation or self.norm_after_pool):
+            raise ValueError(
+                "distillation_token=True has two heads on two tokens, which takes pool='class', "
+                f"representation=0, norm_after_pool=False; got pool={self.pool!r}, "
+                f"representation={self.representation}, norm_after_pool={self.norm_after_pool}"
+            )
+        covered = self.positioned_tokens
+        if covered is not None and not 0 <= covered <= self.special_tokens:
+            raise ValueError(f"positioned_tokens={covered} is not from 0 to {self.special_tokens}")
+
+
+# The least value of fields → their names.
+LEAST = {
+    1: ("width", "depth", "heads", "mlp_width", "patch", "image_size", "channels"),
+    0: ("classes", "registers", "representation", "resnet_units"),
+}
 
 
 class AttentionPooling(nn.Module):
