@@ -221,7 +221,7 @@ def changed(case: str, folder: Path, **fields: Any) -> Path:
         ({"hidden_size": 3 * 10**18}, "no model can be built"),
         ({"hidden_size": -48}, "cannot|can be built|another shape"),
         ({"intermediate_size": 101}, r"dense.weight \(100, 48\) instead of \(101, 48\)"),
-        ({"num_attention_heads": 0}, "no model can be built"),
+        ({"num_attention_heads": 0}, "at least 1"),
         ({"num_attention_heads": 7}, "7 heads"),
         ({"image_size": 33}, "no multiple of patch"),
         ({"image_size": [32, 48, 3]}, "makes no sense"),
