@@ -15,7 +15,7 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.core  ## classify pictures and show what the model sees: make demo [MODEL=...] [PICTURES=...]
-	$(RUN) vitrail look $${MODEL:+--model "$$MODEL"} $${PICTURES:+"$$PICTURES"}
+	@$(RUN) vitrail look $${MODEL:+--model "$$MODEL"} $${PICTURES:+"$$PICTURES"}
 
 test: lint types unit  ## everything that must hold: lint, types, tests
 

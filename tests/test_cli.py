@@ -78,7 +78,7 @@ def test_look_says_and_draws(model: Path, tmp_path: Path, capsys: pytest.Capture
     drawn = sorted((tmp_path / "out").iterdir())
     assert len(drawn) == 2
     with Image.open(drawn[0]) as picture:
-        assert picture.size == (4 * (24 + 8) + 8, 16 + 18 + 8)  # one row: picture, two layers
+        assert picture.size == (4 * (24 + 8) + 8, 2 * 18 + 16 + 18 + 8)  # a title, one row
 
 
 def test_look_without_anything_draws_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -25,22 +26,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; 0 when it worked, 2 when what was given does not work, 130 when interrupted."""
     options = vars(_parser().parse_args(arguments))
     command = options.pop("command")
+    warnings.showwarning = _say_warning
     try:
         return command(**options) or 0
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has seen enough, as in `vitrail models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        print(f"vitrail: {error}", file=sys.stderr)
+    except OSError as error:
+        _complain(f"{error.filename}: {error.strerror}" if error.filename else error)
+        return 2
+    except ValueError as error:
+        _complain(error)
         return 2
     return 0
+
+
+def _complain(text: object) -> None:
+    print(f"vitrail: {text}", file=sys.stderr)
+
+
+def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
+    _complain(message)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vitrail",
-        description="Attention models for images, text, sound and video: build, convert, look inside.",
+        description="Attention models: build, convert, look inside.",
         epilog="`vitrail COMMAND --help` tells more of a command.",
     )
     parser.add_argument("--version", action="version", version=f"vitrail {vitrail.__version__}")
@@ -50,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "models",
         help="list the models by name, with what they cost",
         description="Lists every model by its paper's name, with its parameters, the multiply-adds "
-        "(MACs; a FLOP is half of one) of one image, its tokens, and the memory that all of its "
+        "(1 MAC is 2 FLOPs) of one image, its tokens, and the memory that all of its "
         "attention matrices take in float32 where they are kept.",
     )
     models.add_argument("names", nargs="*", metavar="NAME", help="only these (any patch size works)")
@@ -84,7 +97,15 @@ def _parser() -> argparse.ArgumentParser:
         help="a folder, a file, a hub id, or a name of `vitrail models` with random weights "
         "(default: %(default)s)",
     )
-    look.add_argument("--top", type=int, default=5, metavar="N", help="how many classes to print")
+    look.add_argument(
+        "--labels",
+        type=Path,
+        metavar="FILE",
+        help="names of the classes, one a line, where the model has none",
+    )
+    look.add_argument(
+        "--top", type=_count, default=5, metavar="N", help="how many classes to print (default: %(default)s)"
+    )
     look.add_argument("--out", type=Path, default=Path("looks"), metavar="DIR", help="default: %(default)s")
     look.set_defaults(command=look_at)
     return parser
@@ -92,10 +113,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _size(text: str) -> tuple[int, int]:
     """224 or 224x320 as (height, width)."""
-    sides = [int(side) for side in text.lower().split("x")]
+    sides = [int(side) if side.isdigit() else 0 for side in text.lower().split("x")]
     if len(sides) not in (1, 2) or min(sides) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 224, or 224x320 (height first)")
     return sides[0], sides[-1]
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; write 1 or more")
+    return int(text)
 
 
 def list_models(names: Sequence[str], image_size: tuple[int, int] | None, as_json: bool) -> None:
@@ -110,21 +137,24 @@ def list_models(names: Sequence[str], image_size: tuple[int, int] | None, as_jso
             f"{'attention':>12}"
         )
     for name, config in configs.items():
-        cost = models.costs(config)
+        try:
+            cost = models.costs(config)
+        except RuntimeError as error:  # sizes past what torch can count
+            raise ValueError(f"{name} at {config.image_size} cannot be built: {error}") from None
         if as_json:
             print(json.dumps({"name": name, "image_size": config.image_size, **cost._asdict()}))
             continue
         print(
             f"{name:<18}{'{}x{}'.format(*config.image_size):>10}{cost.parameters:>16,}"
-            f"{cost.macs / 1e9:>10.2f}{2 * cost.macs / 1e9:>10.2f}{cost.tokens:>8,}"
+            f"{cost.macs / 1e9:>10,.2f}{2 * cost.macs / 1e9:>10,.2f}{cost.tokens:>8,}"
             f"{_bytes(cost.attention_bytes):>12}",
             flush=True,
         )
     if not as_json and not names:
-        print("\nAttention matrices of 48 layers and 16 heads:")
+        print("\nFor scale: attention matrices of 48 layers and 16 heads, one picture, with a token for")
         for what, tokens in (
-            ("14x14 patches", 14**2),
-            ("16x16 patches", 16**2),
+            ("each of 14x14 patches", 14**2),
+            ("each of 16x16 patches", 16**2),
             ("every pixel of 128x128", 128**2),
         ):
             memory = models.attention_memory(tokens, layers=48, heads=16)
@@ -139,7 +169,7 @@ def convert_weights(source: str, target: str, to: str) -> None:
     print(f"{source} → {target} ({to})")
 
 
-def look_at(pictures: Sequence[str], model: str, top: int, out: Path) -> int:
+def look_at(pictures: Sequence[str], model: str, labels: Path | None, top: int, out: Path) -> int:
     """`vitrail look`: what a model says of pictures, and what it looks at."""
     import torch
 
@@ -151,15 +181,23 @@ def look_at(pictures: Sequence[str], model: str, top: int, out: Path) -> int:
     net.eval()
     images: dict[str, Any] = {str(path): path for path in _files(pictures)} or shapes()
     print(f"{model}: {sum(p.numel() for p in net.parameters()):,} parameters")
+    if labels:
+        net.labels = tuple(labels.read_text().splitlines())
+        if len(net.labels) != net.config.classes:
+            raise ValueError(
+                f"{labels} has {len(net.labels)} lines; the model has {net.config.classes} classes"
+            )
     if random:
         print("Its weights are random, so the answers mean nothing: give trained ones as --model.")
+    elif net.config.classes and not net.labels:
+        print("It does not name its classes; give the names as --labels.")
     out.mkdir(parents=True, exist_ok=True)
     unread = 0
     for number, (name, source) in enumerate(images.items(), 1):
         try:
             inputs = net.preprocess(source)
         except PictureError as error:  # one bad file does not stop the rest
-            print(f"vitrail: {error}", file=sys.stderr)
+            _complain(error)
             unread += 1
             continue
         with torch.inference_mode(), record(net, "blocks.*") as seen:
@@ -167,15 +205,21 @@ def look_at(pictures: Sequence[str], model: str, top: int, out: Path) -> int:
         maps = {layer: call.map()[0].mean(0) for layer, call in seen.items()}
         last = list(maps.values())[-1]
         answers = _answers(net, answer, top) if net.config.classes else []
-        print(f"\n{name}")
+        print(f"\n{name}" + (f"  ({number} of {len(images)})" if len(images) > 1 else ""))
         for line, said in zip_longest(as_text(last), answers, fillvalue=""):
             print(f"  {line:<{2 * last.shape[1]}}  {said}".rstrip())
-        print(f"  the last layer gives a patch {last.min():.2%} (light) to {last.max():.2%} (dark)")
+        print(f"  what the last layer looks at, a patch: {last.min():.2%} to {last.max():.2%} (█)")
         picture = net.preprocess.picture(inputs)
-        drawn = [("the picture", picture)]
-        drawn += [(layer.removesuffix(".attention"), overlay(picture, seen)) for layer, seen in maps.items()]
+        drawn = [("what it was given", picture)]
+        drawn += [
+            (
+                f"{layer.removesuffix('.attention')}  {seen.min():.1%} to {seen.max():.1%}",
+                overlay(picture, seen),
+            )
+            for layer, seen in maps.items()
+        ]
         file = out / f"{number:03}-{Path(name).stem}.png"
-        sheet(drawn).save(file)
+        sheet("   ".join([Path(name).name, *answers[:1]]), drawn).save(file)
         print(f"  every layer: {file}")
     return 2 if unread else 0
 

@@ -346,3 +346,28 @@ def test_a_masked_key_might_as_well_not_be_there(size: tuple[int, int, int], see
     expected = attend(q, k[:-1], v[:-1])
     k[-1] = v[-1] = 1e6
     torch.testing.assert_close(attend(q, k, v, mask=mask.expand(queries, -1)), expected)
+
+
+@pytest.mark.parametrize("name", ["fused", "math", "flash", "explicit"])
+def test_one_example_with_several_masks(name: str) -> None:
+    q, k, v = torch.randn(3, 1, 3, 5, 8).unbind()
+    mask = torch.rand(2, 1, 5, 5) > 0.3
+    with backend(name):
+        together = attend(q, k, v, mask=mask)
+        apart = torch.cat([attend(q, k, v, mask=one[None]) for one in mask])
+    assert together.shape == (2, 3, 5, 8)
+    assert torch.allclose(together, apart, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("far", [torch.finfo(torch.float32).min, -1e9])
+def test_a_bias_too_great_for_half_precision_stays_finite(dtype: torch.dtype, far: float) -> None:
+    """A whole row of it leaves the weights as they were (or all alike), in the kernel as beside it."""
+    q = torch.randn(1, 1, 4, 8, dtype=dtype)
+    bias = torch.zeros(4, 4)
+    bias[0] = far
+    weights = attention_weights(q, q, bias=bias)
+    assert torch.allclose(weights.sum(-1), torch.ones(1, 1, 4))
+    for name in ("fused", "math", "explicit"):
+        with backend(name):
+            assert torch.allclose(attend(q, q, q, bias=bias).float(), weights @ q.float(), atol=2e-2)

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -897,3 +898,71 @@ def test_decoding_with_a_cache() -> None:
 def test_layers_are_found(model: Callable[[], nn.Module], names: list[str]) -> None:
     """The innermost modules that are named for attention: not what wraps them, not what they are made of."""
     assert list(attention_layers(model())) == names
+
+
+class Softmaxes(torch.nn.Module):
+    """Attention of somebody else's, by a softmax of its own."""
+
+    def __init__(self, dim: int = -1, after: float = 1.0) -> None:
+        super().__init__()
+        self.dim, self.after = dim, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (x @ x.mT).softmax(self.dim)
+        return weights.mul_(self.after) @ x
+
+
+def test_a_foreign_softmax_is_kept_as_it_was_and_in_float32() -> None:
+    x = torch.randn(2, 3, 5, 4, dtype=torch.bfloat16)
+    layer = Softmaxes(after=2.0)
+    with vitrail.record(torch.nn.ModuleDict({"a": layer}), "a") as seen:
+        layer(x)
+    assert seen["a"].weights.dtype == torch.float32
+    # bfloat16 has 8 bits: a row of 5 is off by at most 5 halves of 2**-8
+    assert (seen["a"].weights.sum(-1) - 1).abs().max() < 5 * 2**-9
+
+
+def test_a_softmax_over_queries_is_no_attention_weight() -> None:
+    layer = Softmaxes(dim=-2)
+    with vitrail.record(torch.nn.ModuleDict({"a": layer}), "a") as seen:
+        layer(torch.randn(2, 3, 5, 4))
+    assert not seen
+
+
+def test_a_backward_that_runs_layers_again_is_no_second_call() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer = MultiHeadAttention(12, 3)
+    holder = torch.nn.ModuleDict({"a": layer})
+    with vitrail.record(holder, "a", every_call=True) as seen:
+        y = checkpoint(layer, torch.randn(2, 5, 12, requires_grad=True), use_reentrant=False)
+        y.sum().backward()
+    assert len(seen.calls("a")) == 1
+
+
+def test_looking_copies_what_has_gradients() -> None:
+    """A cache of a compiled layer that holds the middle of a graph."""
+    from vitrail.attention import KeyValueCache
+
+    layer = MultiHeadAttention(12, 3)
+    x = torch.randn(1, 5, 12)
+    answers = []
+    for looking in (False, True):
+        compiled, cache = torch.compile(layer, backend="eager"), KeyValueCache()
+        compiled(x[:, :2], cache=cache)
+        with vitrail.record(compiled) if looking else nullcontext():
+            answers.append(compiled(x[:, 2:], cache=cache))
+        assert cache.length == 5
+    assert same(*answers)
+
+
+def test_what_was_seen_says_so() -> None:
+    model = vitrail.create("vit-ti/16", depth=2, image_size=(32, 48)).eval()
+    with vitrail.record(model) as seen:
+        assert "nothing" in repr(seen)
+        model(torch.randn(1, 3, 32, 48))
+    assert repr(seen).count("\n") == 1
+    assert "blocks.1.attention" in repr(seen[-1])
+    assert "(1, 3, 7, 7)" in repr(seen[-1])
+    with pytest.raises(ValueError, match="out of range"):
+        seen[-1].map(7)

@@ -117,3 +117,18 @@ def test_the_real_compiler() -> None:
             with torch.compiler.set_stance("fail_on_recompile"), vitrail.record(fast) as seen:
                 fast(images)
             assert seen["blocks.0.attention"].weights.shape == (batch, 2, 17, 17)
+
+
+@pytest.mark.parametrize("rule", ["bicubic-antialias", "bicubic", "bicubic-corners", "bilinear-corners"])
+def test_training_at_sizes_that_change(rule: str) -> None:
+    """Gradients of stretched positions, compiled with every size dynamic, are those of plain torch."""
+    model = small(position_resize=rule, image_size=16).train()
+    fast = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for height, width in ((32, 48), (24, 40)):
+        images = torch.randn(2, 3, height, width)
+        gradients = []
+        for run in (fast, model):
+            model.zero_grad()
+            run(images).square().sum().backward()
+            gradients.append(model.positions.table.grad)
+        assert distance(*gradients) < 1e-5

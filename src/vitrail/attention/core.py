@@ -61,7 +61,7 @@ def attention_weights(
         scores = q.to(dtype) @ k.to(dtype).transpose(-2, -1)
         scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
         if bias is not None:
-            scores = scores + bias
+            scores = scores + _cast(bias, q.dtype)
         return weigh(scores, mask=_visible(q, k, mask, causal))
 
 
@@ -87,6 +87,11 @@ def _visible(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor 
     return lower if mask is None else mask & lower
 
 
+def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias as kernels take it; what is finite stays so in a smaller type."""
+    return torch.where(bias == -torch.inf, bias, bias.clamp_min(torch.finfo(dtype).min)).to(dtype)
+
+
 def _fused(
     q: Tensor,
     k: Tensor,
@@ -103,19 +108,22 @@ def _fused(
     if kernel is not None:
         with sdpa_kernel(kernel):
             return _fused(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
-    run = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=dropout, scale=scale)
     if causal and mask is None and bias is None and q.shape[-2] == k.shape[-2]:
-        return run(is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, scale=scale)
     visible = _visible(q, k, mask, causal)
     if visible is not None:
         added = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
         bias = torch.where(visible, added, -torch.inf)
     if bias is None:
-        return run()
-    bias = bias[(None,) * (q.ndim - bias.ndim)]  # kernels take no (heads, queries, keys)
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, scale=scale)
+    # Kernels want all leading dimensions, and the same ones, of everything.
+    leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], bias.shape[:-2])
+    q, k, v = (x.expand(*leading, *x.shape[-2:]) for x in (q, k, v))
+    bias = bias[(None,) * (len(leading) + 2 - bias.ndim)]
     # No kernel agrees with another on rows of -inf: let blind queries look everywhere, then forget it.
     blind = (bias == -torch.inf).all(-1, keepdim=True)
-    return run(attn_mask=bias.masked_fill(blind, 0.0).to(q.dtype)).masked_fill(blind, 0.0)
+    bias = _cast(bias, q.dtype).masked_fill(blind, 0.0)
+    return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=scale).masked_fill(blind, 0.0)
 
 
 def _explicit(

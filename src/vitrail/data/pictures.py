@@ -141,6 +141,8 @@ def _rgb(image: Image.Image) -> Image.Image:
         if image.mode == "I" and values.min() >= 0 and values.max() < 2**16:
             values = values.astype(np.uint16)  # 16 bits kept in 32
         image = Image.fromarray(_eight_bit(values))
+    if image.mode == "La":
+        image = image.convert("LA")
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))

@@ -201,7 +201,7 @@ class Preprocess:
         """Each (channels, 1, 1)."""
         import torch
 
-        mean, std = torch.tensor([self.mean, self.std], dtype=torch.float32)[:, :, None, None]
+        mean, std = torch.tensor([self.mean, self.std], dtype=torch.float32, device="cpu")[:, :, None, None]
         return mean, std
 
     def resized_to(self, height: int, width: int) -> Preprocess:

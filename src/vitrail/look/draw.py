@@ -21,39 +21,49 @@ def colour(values: np.ndarray) -> np.ndarray:
     return np.stack(channels, -1).astype(np.uint8)
 
 
+CLIPPED = 0.02  # of the cells at either end: a few corners that take most of it hide all the rest
+
+
 def stretched(seen: Tensor) -> Tensor:
-    """A map scaled so that its least value is 0 and its greatest 1; a flat one is 0 everywhere."""
+    """A map (rows, columns) scaled to 0 to 1, but for its few greatest and least; a flat one is 0."""
+    if seen.ndim != 2:
+        raise ValueError(
+            f"a map is (rows, columns), got {tuple(seen.shape)}; of (batch, heads, rows, columns) take "
+            "one picture and the mean of its heads: map[0].mean(0)"
+        )
     seen = seen.detach().float().cpu()
-    span = seen.max() - seen.min()
-    return (seen - seen.min()) / span if span > 0 else torch.zeros_like(seen)
+    low, high = seen.flatten().quantile(torch.tensor([CLIPPED, 1 - CLIPPED]))
+    return ((seen - low) / (high - low)).clamp(0, 1) if high > low else torch.zeros_like(seen)
 
 
 def overlay(picture: Image.Image, seen: Tensor, *, strength: float = 0.6) -> Image.Image:
-    """A map (rows, columns) over a picture, from its least to its greatest value."""
+    """A map (rows, columns) over the picture that the model was given: preprocess.picture(input)."""
     grey = Image.fromarray((stretched(seen).numpy() * 255).astype(np.uint8))
     soft = grey.resize(picture.size, Image.Resampling.BICUBIC)
     return Image.blend(picture.convert("RGB"), Image.fromarray(colour(np.asarray(soft) / 255)), strength)
 
 
-def sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int = 4) -> Image.Image:
-    """Captioned pictures of one size, row by row."""
+def sheet(title: str, pictures: Sequence[tuple[str, Image.Image]]) -> Image.Image:
+    """A title, and captioned pictures of one size below it, in rows that leave the fewest holes."""
+    columns = min(range(4, 8), key=lambda count: (-len(pictures) % count, count))
     width, height = pictures[0][1].size
     letters = max(12, width // 16)
     font = ImageFont.load_default(size=letters)
     line = letters * 3 // 2
     rows = -(-len(pictures) // columns)
-    whole = Image.new("RGB", (columns * (width + 8) + 8, rows * (height + line + 8)), "white")
+    whole = Image.new("RGB", (columns * (width + 8) + 8, 2 * line + rows * (height + line + 8)), "white")
     pen = ImageDraw.Draw(whole)
+    pen.text((8, letters // 2), title, fill="black", font=font)
     for index, (caption, picture) in enumerate(pictures):
         left = 8 + index % columns * (width + 8)
-        top = index // columns * (height + line + 8)
+        top = 2 * line + index // columns * (height + line + 8)
         pen.text((left, top + letters // 6), caption, fill="black", font=font)
         whole.paste(picture, (left, top + line))
     return whole
 
 
 def as_text(seen: Tensor) -> list[str]:
-    """A map (rows, columns) as lines of text, two characters a cell, darker where more is seen."""
+    """A map (rows, columns) as lines of text, two characters a cell, fuller where more is seen."""
     shades = " ░▒▓█"
     steps = (stretched(seen) * (len(shades) - 1)).round().int()
     return ["".join(shades[step] * 2 for step in row) for row in steps.tolist()]

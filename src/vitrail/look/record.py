@@ -26,8 +26,9 @@ def record(
 ) -> Iterator[Recording]:
     """Keeps the attention weights of the chosen layers while the context lasts.
 
-    layers: names, patterns ("blocks.*.attention") or numbers (-1 is the last), one or several; all
-    attention layers unless given. every_call: keep each call of a layer, not only the last.
+    layers: names, patterns ("blocks.*") or numbers (-1 is the last), one or several; all attention
+    layers unless given. A module of another kind, by its name, is recorded with all attention in it.
+    every_call: keep all calls of a layer, not only the last.
 
     The model's output is the same, bit for bit. A part that would take another path if it were watched
     (compiled, or one of torch's own Transformer modules) runs as it is, and once more uncompiled for
@@ -88,7 +89,7 @@ def _choose(model: nn.Module, layers: int | str | Iterable[int | str] | None) ->
             found = [list(candidates)[layer]]
         else:
             found = [name for name in candidates if fnmatchcase(name, layer)]
-            found = found or [name for name in every if name == layer]
+            found = found or [name for name in every if name and name == layer]
         if not found:
             raise ValueError(f"no layer is called {layer!r}; {nearest(str(layer), candidates)}")
         wanted.update(found)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from vitrail.look.seen import Recording
 from vitrail.look.taps import watched
@@ -69,8 +68,7 @@ class _Replay:
                 return self.unwatched(*args, **kwargs)
             # What the call changes besides its output (inputs, caches, batch statistics, random
             # numbers) must change once.
-            tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-            again = copy.deepcopy((args, kwargs), {id(x): x.detach().clone() for x in tensors})
+            again = _spare((args, kwargs))
             output = self.unwatched(*args, **kwargs)
             buffers = [(buffer, buffer.clone()) for buffer in self.part.buffers()]
             for context in (
@@ -85,6 +83,22 @@ class _Replay:
             for buffer, kept in buffers:
                 buffer.copy_(kept)
             return output
+
+
+def _spare(value: Any) -> Any:
+    """A copy that shares no tensor with the value, through containers and objects such as caches."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _spare(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = map(_spare, value)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
+        twin = copy.copy(value)
+        vars(twin).update(_spare(vars(value)))
+        return twin
+    return value
 
 
 def _place_of(part: nn.Module) -> str:

@@ -33,9 +33,16 @@ class Seen:
         """
         if self.grid is None:
             raise ValueError(f"the tokens of {self.name!r} do not lie on a grid; use .weights")
+        if query is not None and not -self.weights.shape[2] <= query < self.weights.shape[2]:
+            raise ValueError(f"query {query} is out of range: {self.name!r} has {self.weights.shape[2]}")
         everyone = query is None and not self.special
         rows = self.weights.mean(2) if everyone else self.weights[:, :, query or 0]
         return rows[..., self.special :].unflatten(-1, self.grid)
+
+    def __repr__(self) -> str:
+        return (
+            f"Seen({self.name}, weights {tuple(self.weights.shape)}, grid {self.grid and tuple(self.grid)})"
+        )
 
 
 class Recording(Mapping[str, Seen]):
@@ -64,11 +71,15 @@ class Recording(Mapping[str, Seen]):
             raise KeyError(f"{name!r} is not watched; {nearest(name, self.chosen)}")
         return self._calls[name]
 
-    def __getitem__(self, name: str) -> Seen:
-        return self.calls(name)[-1]
+    def __getitem__(self, layer: str | int) -> Seen:
+        """By name, or by number among the layers that have run."""
+        return self.calls(list(self)[layer] if isinstance(layer, int) else layer)[-1]
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.chosen if name in self._calls)
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self.values())) or f"nothing seen yet of {', '.join(self.chosen)}"

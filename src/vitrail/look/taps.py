@@ -35,7 +35,8 @@ class Tap(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in WEIGHTS_OF:
+        # A backward that runs checkpointed layers again is no second call of them.
+        if func in WEIGHTS_OF and torch._C._current_graph_task_id() == -1:
             with torch.no_grad(), torch._C.DisableTorchFunction():  # no tap is to see this
                 weights = WEIGHTS_OF[func](result, *args, **kwargs)
             if weights is not None:
@@ -121,8 +122,10 @@ def _of_torch_multihead(_: Any, *args: Any, **kwargs: Any) -> Tensor:
     return weights if weights.ndim == 4 else weights[None]  # one example comes without its batch
 
 
-def _of_softmax(result: Tensor, *_: Any, **__: Any) -> Tensor | None:
-    return result if result.ndim >= 3 else None
+def _of_softmax(result: Tensor, scores: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:
+    if result.ndim < 3 or dim not in (-1, result.ndim - 1):
+        return None  # not over the keys of queries
+    return result.to(torch.promote_types(result.dtype, torch.float32), copy=True)
 
 
 # function → the weights (…, queries, keys) behind a call of it, from its result and its arguments.

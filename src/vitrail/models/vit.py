@@ -180,10 +180,10 @@ class ViT(Model):
 
     def encode(self, images: Tensor) -> Tokens:
         """All tokens after the last block: (batch, special tokens + patches, width), and their grid."""
-        if images.ndim != 4 or images.shape[1] != self.config.channels:
+        if images.ndim != 4 or images.shape[1] != self.config.channels or not images.is_floating_point():
             raise ValueError(
-                f"images have shape {tuple(images.shape)}; this model takes (batch, "
-                f"{self.config.channels}, height, width), such as model.preprocess gives, stacked"
+                f"images are {tuple(images.shape)} {images.dtype}; this model takes (batch, "
+                f"{self.config.channels}, height, width) of floats, such as model.preprocess gives, stacked"
             )
         x, grid = self.patches(images)  # (batch, patches, width)
         x = self.dropout(self._with_special_tokens(x, grid))
@@ -208,6 +208,10 @@ class ViT(Model):
 
         Without classes: the two tokens' features, (batch, width) each.
         """
+        if not self.config.distillation_token:
+            raise ValueError(
+                "this model has one head; both_logits needs distillation_token=True, as deit-* have"
+            )
         x = self.encode(images).values
         features, distilled = self._pooled(x), x[:, 1]
         if not self.config.classes:

@@ -9,8 +9,11 @@ from vitrail.tokens import Grid
 
 
 def _angles(positions: Tensor, count: int, longest: float) -> Tensor:
-    """Each position times `count` falling frequencies, 1 to 1/longest (exclusive): (positions, count)."""
-    frequencies = longest ** -(torch.arange(count, dtype=torch.float64) / count)
+    """Each position times `count` falling frequencies, 1 to 1/longest (exclusive): (positions, count).
+
+    Made on the CPU, for not every device has float64.
+    """
+    frequencies = longest ** -(torch.arange(count, dtype=torch.float64, device="cpu") / count)
     return positions.double()[:, None] * frequencies
 
 
@@ -18,7 +21,7 @@ def sinusoidal(length: int, width: int, *, longest: float = 10_000.0) -> Tensor:
     """Vaswani et al. 2017: (length, width), sine in the even columns and cosine in the odd ones."""
     if width % 2:
         raise ValueError(f"sinusoidal positions need an even width; got {width}")
-    angles = _angles(torch.arange(length), width // 2, longest)
+    angles = _angles(torch.arange(length, device="cpu"), width // 2, longest)
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1).float()
 
 
@@ -26,7 +29,7 @@ def sincos_2d(grid: Grid, width: int, *, longest: float = 10_000.0) -> Tensor:
     """Positions on a grid: (rows · columns, width), quarters sin x, cos x, sin y, cos y."""
     if width % 4:
         raise ValueError(f"2-D sine-cosine positions need a width that 4 divides; got {width}")
-    rows, columns = (_angles(torch.arange(n), width // 4, longest) for n in grid)
+    rows, columns = (_angles(torch.arange(n, device="cpu"), width // 4, longest) for n in grid)
     across = torch.cat([columns.sin(), columns.cos()], -1).expand(grid.rows, -1, -1)
     down = torch.cat([rows.sin(), rows.cos()], -1)[:, None].expand(-1, grid.columns, -1)
     return torch.cat([across, down], -1).flatten(0, 1).float()

@@ -34,9 +34,45 @@ def resize_positions(
     special, spatial = table[:, :prefix], table[:, prefix:]
     precise = torch.promote_types(table.dtype, torch.float32)
     image = spatial.to(precise).unflatten(1, old).permute(0, 3, 1, 2)  # (1, width, rows, columns)
-    image = F.interpolate(image, size=tuple(new), **RESIZE[rule])
+    # What torch.compile makes of interpolation has no gradient when sizes change from call to call.
+    stretch = _stretch_whole if torch.compiler.is_dynamo_compiling() else _stretch
+    image = stretch(image, new.rows, new.columns, rule)
     spatial = image.permute(0, 2, 3, 1).flatten(1, 2).to(table.dtype)
     return torch.cat([special, spatial], 1)
+
+
+def _stretch(image: Tensor, rows: int, columns: int, rule: str) -> Tensor:
+    """(1, width, old rows, old columns) → (1, width, rows, columns)."""
+    return F.interpolate(image, size=(rows, columns), **RESIZE[rule])
+
+
+# The same as one operation that the compiler does not look into.
+_stretch_whole = torch.library.custom_op("vitrail::stretch", _stretch, mutates_args=())
+
+
+@torch.library.custom_op("vitrail::stretch_backward", mutates_args=())
+def _stretch_backward(gradient: Tensor, rows: int, columns: int, rule: str) -> Tensor:
+    """The gradient to the old (rows, columns): stretching is a matrix for each axis, here transposed."""
+    new_rows, new_columns = gradient.shape[-2:]
+    down = _stretch(torch.eye(rows).to(gradient)[None, None], new_rows, rows, rule)[0, 0]
+    across = _stretch(torch.eye(columns).to(gradient)[None, None], new_columns, columns, rule)[0, 0]
+    return down.mT @ gradient @ across
+
+
+def _keep_sizes(ctx: Any, inputs: tuple[Tensor, int, int, str], output: Tensor) -> None:
+    ctx.old, ctx.rule = inputs[0].shape[-2:], inputs[3]
+
+
+_stretch_whole.register_fake(
+    lambda image, rows, columns, rule: image.new_empty(*image.shape[:2], rows, columns)
+)
+_stretch_backward.register_fake(
+    lambda gradient, rows, columns, rule: gradient.new_empty(*gradient.shape[:2], rows, columns)
+)
+_stretch_whole.register_autograd(
+    lambda ctx, gradient: (_stretch_backward(gradient, *ctx.old, ctx.rule), None, None, None),
+    setup_context=_keep_sizes,
+)
 
 
 class LearnedPositions(nn.Module):

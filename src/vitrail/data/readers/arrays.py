@@ -1,0 +1,111 @@
+"""Arrays: IDX files, .npz files, and the digits of scikit-learn."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitrail.data.readers.found import Found, Rows, files_of, need, split_named
+
+# Arrays of an .npz file: split → names of pictures and labels.
+ARRAYS = {
+    "train": [("x_train", "y_train"), ("train_images", "train_labels"), ("images", "labels"), ("x", "y")],
+    "val": [("x_val", "y_val"), ("val_images", "val_labels")],
+    "test": [("x_test", "y_test"), ("test_images", "test_labels")],
+}
+
+# The names that the MNIST family gives to its numbers, by a word in the folder's name.
+NUMBERED = {
+    "fashion": (
+        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    )
+}
+
+
+def is_idx(place: Path) -> bool:
+    """Whether there are the files of the MNIST family."""
+    return place.is_dir() and bool(files_of(place, "*images*idx?-ubyte", "*images*idx?-ubyte.gz"))
+
+
+def read_idx(place: Path) -> Found:
+    """Files called …-images-idx3-ubyte beside …-labels-idx1-ubyte, each perhaps with .gz."""
+    names = next((names for word, names in NUMBERED.items() if word in place.resolve().name.lower()), ())
+    found = Found(classes=names)
+    for path in files_of(place, "*images*idx?-ubyte", "*images*idx?-ubyte.gz"):
+        labels = path.with_name(re.sub(r"idx\d", "idx1", path.name.replace("images", "labels")))
+        numbers = _idx_array(labels).tolist()
+        split = split_named(path.name)
+        if split in found.splits:
+            raise ValueError(
+                f"{path.name} is a second file of pictures for {split}; keep one set in a folder"
+            )
+        found.splits[split] = _array_rows(path.name, _idx_array(path), numbers, names)
+    return found
+
+
+def _idx_array(path: Path) -> np.ndarray:
+    """Two zeros, the type (8: bytes), the number of dimensions, each of them in four bytes, the values."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if data[:3] != b"\0\0\x08":
+        raise ValueError(
+            f"{path} begins with the bytes {data[:4].hex(' ')}; expected 00 00 08, an IDX file of bytes"
+        )
+    shape = np.frombuffer(data, ">u4", data[3], offset=4)
+    values = np.frombuffer(data, np.uint8, offset=4 + 4 * data[3])
+    if len(values) != shape.prod():
+        raise ValueError(
+            f"{path} holds {len(values):,} values; its header says {' x '.join(map(str, shape))}"
+        )
+    return values.reshape(shape)
+
+
+def is_npz(place: Path) -> bool:
+    """Whether it is an .npz file."""
+    return place.is_file() and place.suffix == ".npz"
+
+
+def read_npz(place: Path) -> Found:
+    """Arrays of pictures and of labels under one of the usual pairs of names."""
+    found = Found()
+    with place.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        for split, pairs in ARRAYS.items():
+            for pictures, labels in pairs:
+                if pictures in arrays and labels in arrays:
+                    numbers = arrays[labels].reshape(-1).tolist()
+                    found.splits[split] = _array_rows(place.name, arrays[pictures], numbers)
+        if not found.splits:
+            known = ", ".join("/".join(pair) for pairs in ARRAYS.values() for pair in pairs)
+            raise ValueError(f"{place} holds the arrays {', '.join(arrays)}; expected pairs of: {known}")
+    return found
+
+
+def is_digits(place: Path) -> bool:
+    """Whether the handwritten digits are asked for by name."""
+    return str(place) == "digits"
+
+
+def read_digits(place: Path) -> Found:
+    """1,797 handwritten digits of 8x8 pixels from 0 to 16, which scikit-learn carries."""
+    digits = need("sklearn.datasets", "the digits").load_digits()
+    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+    return Found({"train": _array_rows("digits", pixels, digits.target.tolist())})
+
+
+def _array_rows(name: str, pixels: np.ndarray, labels: list[Any], classes: Sequence[str] = ()) -> Rows:
+    """pixels: (pictures, height, width), or with channels last; or first, if only that can be meant."""
+    if pixels.ndim == 4 and pixels.shape[1] in (1, 3) and pixels.shape[3] not in (1, 3):
+        pixels = np.moveaxis(pixels, 1, 3)
+    if pixels.ndim not in (3, 4) or len(pixels) != len(labels):
+        raise ValueError(
+            f"{name}: pictures are {pixels.shape}, labels are {len(labels):,}; expected (pictures, height, "
+            "width) or (pictures, height, width, channels), and a label for each"
+        )
+    rows = range(len(labels))
+    pixels = np.ascontiguousarray(pixels)
+    return Rows(pixels, [f"{name}[{i}]" for i in rows], [str(classes[n] if classes else n) for n in labels])

@@ -1,0 +1,102 @@
+"""What every reader gives, and what several of them need."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+# What people call the splits, in any letter case; t10k is the test part of MNIST and its kin.
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "val",
+    "test": "test",
+    "testing": "test",
+    "t10k": "test",
+}
+
+# Column → what people call it.
+COLUMNS = {
+    "picture": ("path", "file", "filename", "file_name", "image", "img"),
+    "label": ("label", "class", "target", "category"),
+    "split": ("split",),
+}
+
+
+class Rows(NamedTuple):
+    """The pictures of a split: items as `read` takes them, their names, the names of their classes."""
+
+    items: Any
+    names: list[str]
+    labels: list[str | None]
+
+
+@dataclass
+class Found:
+    """What a reader makes of a place. classes: all names in their order, where the place says so."""
+
+    splits: dict[str, Rows] = field(default_factory=lambda: defaultdict(lambda: Rows([], [], [])))
+    read: Callable[[Any], Any] = lambda item: item
+    classes: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, split: str, item: Any, name: str, label: str | None) -> None:
+        """One more picture."""
+        for column, value in zip(self.splits[split], (item, name, label), strict=True):
+            column.append(value)
+
+
+def need(module: str, what: str) -> Any:
+    """A module of the extra packages."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f'{what} needs {module}; run: pip install "vitrail[data]"') from error
+
+
+def split_named(name: str) -> str:
+    """The split that a word of the name says: train-0001.tar, emnist-digits-test-images; else train."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), "train")
+
+
+def files_of(place: Path, *patterns: str) -> list[Path]:
+    """The place itself if it matches, or the files directly in it that do, in order."""
+    files = place.iterdir() if place.is_dir() else [place]
+    return sorted(file for file in files if file.is_file() and any(map(file.match, patterns)))
+
+
+def read_file(path: str) -> bytes:
+    """The bytes of a file."""
+    return Path(path).read_bytes()
+
+
+def roles_of(header: Sequence[str]) -> dict[str, str]:
+    """What is told of a picture → the name of the column that tells it."""
+    lowered = {name.strip(' "').lower(): name for name in header}
+    known = {role: [lowered[name] for name in names if name in lowered] for role, names in COLUMNS.items()}
+    return {role: names[0] for role, names in known.items() if names}
+
+
+def label_named(value: Any, names: Sequence[str] = ()) -> str | None:
+    """The name of a class; None where nothing is said, for which datasets writes -1."""
+    if names and isinstance(value, int):
+        return names[value] if value >= 0 else None
+    return None if value is None else str(value).strip() or None
+
+
+def is_picture(name: str) -> bool:
+    """Whether a file of this name is one that can be read, by its ending."""
+    ending = os.path.splitext(name)[1].lower()
+    return Image.registered_extensions().get(ending) in Image.OPEN

@@ -1,0 +1,47 @@
+"""Tar shards in the layout of webdataset."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections import defaultdict
+from pathlib import Path
+
+from vitrail.data.readers.found import Found, files_of, is_picture, label_named, roles_of, split_named
+
+
+def is_shards(place: Path) -> bool:
+    """Whether there are tar files."""
+    return bool(files_of(place, "*.tar"))
+
+
+def read_shards(place: Path) -> Found:
+    """Tar files in which key.jpg (or another picture) stands beside key.cls or key.json."""
+    found = Found(read=_read_member)
+    for path in files_of(place, "*.tar"):
+        samples: dict[str, dict[str, tuple[str, int, int]]] = defaultdict(dict)
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                folder, slash, file = member.name.rpartition("/")
+                key, _, ending = file.partition(".")
+                if member.isfile():
+                    samples[folder + slash + key][ending] = (str(path), member.offset_data, member.size)
+        for key, members in samples.items():
+            pictures = [item for ending, item in members.items() if is_picture(f"{key}.{ending}")]
+            if pictures:
+                found.add(split_named(path.name), pictures[0], f"{path}/{key}", _member_label(members))
+    return found
+
+
+def _member_label(members: dict[str, tuple[str, int, int]]) -> str | None:
+    if "cls" in members:
+        return label_named(_read_member(members["cls"]).decode())
+    values = json.loads(_read_member(members["json"])) if "json" in members else {}
+    return label_named(values.get(roles_of([*values]).get("label", "cls")))
+
+
+def _read_member(item: tuple[str, int, int]) -> bytes:
+    path, offset, size = item
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(size)
