@@ -11,8 +11,8 @@ import vitrail
 
 PACKAGE = Path(vitrail.__file__).parent
 
-# room → the rooms it may import, beside itself and `words`, which everybody may. Attention, tokens and positions are the parts;
-# models are made of them; all else is made of models, except data, which knows none.
+# room → the rooms it may import, beside itself and `words`, which everybody may. Attention, tokens and
+# positions are the parts; models are made of them; all else is made of models, except data, which knows none.
 PARTS = {"attention", "tokens", "positions"}
 MODELS = {*PARTS, "data", "models"}
 ABOVE = {*MODELS, "weights", "look", "fast"}

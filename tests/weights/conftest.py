@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny
 
 import vitrail
+from tiny import tiny
 
 
 @pytest.fixture

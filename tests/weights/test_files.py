@@ -268,6 +268,35 @@ def test_our_weights_without_their_config(tmp_path: Path) -> None:
         load(tmp_path / "m")
 
 
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize(("name", "write"), [("mine.pt", torch.save), ("mine.safetensors", save_file)])
+def test_our_state_dict_alone(prefix: str, name: str, write: Callable[..., Any], tmp_path: Path) -> None:
+    write({prefix + key: tensor for key, tensor in tiny().state_dict().items()}, tmp_path / name)
+    expected = (
+        r"Vitrail's tensors without their config.json.*vitrail.create\(…\).load_state_dict.*vitrail.save"
+    )
+    for source in (tmp_path / name, tmp_path):
+        with pytest.raises(LoadError, match=expected):
+            load(source)
+
+
+@pytest.mark.parametrize("method", ["pathlib.Path.open", "pathlib.Path.exists", "pathlib.Path.read_text"])
+def test_what_may_not_be_read(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vitrail.save(tiny(), tmp_path / "m")
+
+    def refuse(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(method, refuse)
+    with pytest.raises(LoadError, match=f"^{tmp_path / 'm'} cannot be read: this user has no permission$"):
+        load(tmp_path / "m")
+
+
+def test_a_name_that_is_too_long() -> None:
+    with pytest.raises(LoadError, match="cannot be read: the name is too long"):
+        load("x" * 5000)
+
+
 def test_another_family(tmp_path: Path) -> None:
     names = ["bert.embeddings.word_embeddings.weight", "bert.encoder.layer.0.attention.self.query.weight"]
     save_file({name: torch.zeros(3, 3) for name in names}, tmp_path / "model.safetensors")

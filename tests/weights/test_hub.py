@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import errors
 
 from compare import same
 from tiny import tiny
@@ -82,10 +83,14 @@ def test_a_repository_of_arrays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("org/none", "org/none is no folder or file here, and could not be had from the hub.*HF_HUB_OFFLINE"),
+        (
+            "org/none",
+            "org/none is no folder or file here, and could not be had from the hub: HF_HUB_OFFLINE is set, "
+            "and nothing was downloaded before$",
+        ),
         ("org/model@v9", "at revision v9"),
         ("org/--bad--", "org/--bad-- is no folder or file here"),
-        ("no such file.pth", "does not exist; expected a folder, a file, or a hub id"),
+        ("no such file.pth", "does not exist. Expected a folder, a file, or a hub id"),
         ("one/two/three", "does not exist"),
         ("", "does not exist|holds"),
         ("https://huggingface.co/org/model", "does not exist"),
@@ -96,6 +101,74 @@ def test_what_cannot_be_had(name: str, reason: str, cache: Path, monkeypatch: py
     monkeypatch.chdir(cache)
     with pytest.raises(LoadError, match=reason):
         load(name, cache_dir=cache)
+
+
+@pytest.mark.parametrize("name", ["vit-b/16", "ViT-B/16", "vit-s/7", "dinov2-reg-g/14"])
+def test_a_models_name_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(LoadError, match=rf"'{name}' is the name of a model.*vitrail.create\('{name}'\)"):
+        load(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("vit-tiny/16", "vit-ti/16"),
+        ("vit_base_patch16_224", "vit-b/16"),
+        ("vit-b16", "vit-b/16"),
+        ("deit_small_patch16_224", "deit-s/16"),
+        ("dinov2-small/14", "dinov2-s/14"),
+        ("google/vit-base-patch16-224", None),
+        ("org/model", None),
+        ("photos", None),
+    ],
+)
+def test_what_looks_like_a_models_name(
+    name: str, meant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(LoadError) as error:
+        load(name, cache_dir=tmp_path)
+    assert ("If you mean the model" in str(error.value)) == bool(meant)
+    assert meant is None or f"vitrail.create('{meant}')" in str(error.value)
+
+
+def caused(error: Exception, cause: Exception | None) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def refusal(kind: type[errors.HfHubHTTPError]) -> Exception:
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            caused(
+                errors.LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known\n…"),
+                OSError("[Errno -2] Name or service not known"),
+            ),
+            r"hub: it cannot be reached \(Name or service not known\), and nothing was downloaded before$",
+        ),
+        (refusal(errors.GatedRepoError), "its owner wants to be asked"),
+        (refusal(errors.RepositoryNotFoundError), "it has none of that name, or a private one"),
+        (refusal(errors.RevisionNotFoundError), "there is no such revision"),
+        (OSError(28, "No space left on device"), "hub: No space left on device"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_why_in_plain_words(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(LoadError, match=reason):
+        load("org/model", cache_dir=tmp_path)
 
 
 def test_a_repository_without_weights(tmp_path: Path) -> None:

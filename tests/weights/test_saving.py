@@ -2,15 +2,19 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,9 +22,14 @@ import vitrail
 from compare import distance, same
 from judges import timm, transformers
 from tiny import tiny
+from vitrail.models import ViT
 from vitrail.weights import FORMS, SaveError, convert, load, save
 
 LABELS = ("ant", "bee", "cat", "dog", "eel")
+
+
+def ending(form: str) -> str:
+    return next(iter(FORMS[form].endings), "")
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
@@ -123,12 +132,21 @@ def test_through_a_link(tmp_path: Path) -> None:
 
 
 def test_the_usual_permissions(tmp_path: Path) -> None:
-    (tmp_path / "usual").mkdir()
-    (tmp_path / "usual.txt").touch()
-    save(tiny(), tmp_path / "m")
-    assert (tmp_path / "m").stat().st_mode == (tmp_path / "usual").stat().st_mode
-    for file in (tmp_path / "m").iterdir():
-        assert file.stat().st_mode == (tmp_path / "usual.txt").stat().st_mode, file.name
+    for umask, folder_mode, file_mode in (
+        (0o022, 0o755, 0o644),
+        (0o002, 0o775, 0o664),
+        (0o077, 0o700, 0o600),
+    ):
+        place = tmp_path / oct(umask)
+        before = os.umask(umask)
+        try:
+            save(tiny(), place / "ours")
+            for form in FORMS:
+                convert(place / "ours", place / f"out-{form}{ending(form)}", to=form)
+        finally:
+            os.umask(before)
+        for path in place.rglob("*"):
+            assert path.stat().st_mode & 0o777 == (folder_mode if path.is_dir() else file_mode), path
 
 
 @pytest.mark.parametrize(
@@ -187,7 +205,7 @@ def test_a_failure_midway_changes_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(step, fail)
-        with pytest.raises(type(error)):
+        with pytest.raises(SaveError if isinstance(error, OSError) else type(error)):
             save(tiny(), tmp_path / "m")
     assert equal(load(tmp_path / "m"), model)
     assert load(tmp_path / "m").labels == LABELS
@@ -270,8 +288,11 @@ def test_conversion_replaces_nothing(to: str, tmp_path: Path, tiny_folder: Any) 
         with pytest.raises(SaveError, match="exists already"):
             convert(source, target, to=to)
     assert (tmp_path / "out" / "mine").read_bytes() == b""
-    convert(source, tmp_path / "fresh" / "out", to=to)
-    assert equal(load(tmp_path / "fresh" / "out"), load(source))
+    fresh = tmp_path / "fresh" / f"out{ending(to)}"
+    written = convert(source, fresh, to=to)
+    assert equal(load(fresh), load(source))
+    files = sorted(fresh.iterdir()) if fresh.is_dir() else [fresh]
+    assert written == {file.name: file.stat().st_size for file in files}
 
 
 def test_a_file_is_not_written_over_an_empty_folder(tmp_path: Path, tiny_folder: Any) -> None:
@@ -300,9 +321,159 @@ def test_a_writer_that_errs_is_caught(
             model.norm.bias[0] -= 1
 
     monkeypatch.setitem(FORMS, to, form._replace(write=wrong))
+    out = tmp_path / f"out{ending(to)}"
     with pytest.raises(SaveError, match=f"{to} cannot hold norm.bias exactly"):
-        convert(source, tmp_path / "out", to=to)
-    assert not (tmp_path / "out").exists()
+        convert(source, out, to=to)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("to", "name", "reason"),
+    [
+        ("timm", "x.safetensors", "x.safetensors is the name of a file, and timm is a folder"),
+        ("vitrail", "x.PT", "leave out .PT"),
+        ("transformers", "pytorch_model.bin", "is the name of a file"),
+        ("npz", "x", r"x is no name for npz, a file that ends in \.npz"),
+        ("npz", "x.pth", r"ends in \.npz"),
+        ("torchvision", "x.safetensors", r"ends in \.pth or \.pt"),
+        ("torchvision", "x", r"ends in \.pth or \.pt"),
+        ("npz", "notes.txt/x.npz", "notes.txt is a file, not a folder"),
+        ("timm", "notes.txt/deep/x", "notes.txt is a file, not a folder"),
+    ],
+)
+def test_the_target_is_checked_first(to: str, name: str, reason: str, tmp_path: Path) -> None:
+    """Before the source, which is not there."""
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(SaveError, match=reason):
+        convert(tmp_path / "none", tmp_path / name, to=to)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("where", ["notes.txt/m", "notes.txt/deep/m"])
+def test_a_file_is_in_the_way(where: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(SaveError, match=r"m cannot be written: .*notes.txt is a file, not a folder"):
+        save(tiny(), tmp_path / where)
+
+
+def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda *_: False)
+        with pytest.raises(SaveError, match=f"no permission to write in {tmp_path}$"):
+            save(tiny(), tmp_path / "new" / "m")
+
+    def refuse(prefix: str, dir: Path) -> str:
+        raise PermissionError(13, "Permission denied", f"{dir}/{prefix}x7_y2")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(SaveError, match=f"^{tmp_path / 'm'} cannot be written: this user has no permission$"):
+        save(tiny(), tmp_path / "m")
+
+
+@pytest.fixture
+def small_files() -> Any:
+    """The system lets nobody write more than 50 kB to a file, as if the disk were full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    @contextmanager
+    def limited() -> Iterator[None]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return limited
+
+
+@pytest.mark.parametrize("to", FORMS)
+def test_no_room(to: str, small_files: Any, tmp_path: Path, tiny_folder: Any) -> None:
+    source, target = tiny_folder(), tmp_path / f"out{ending(to)}"
+    expected = f"^{target} cannot be written: files of this size are not allowed there$"
+    with small_files(), pytest.raises(SaveError, match=expected):
+        convert(source, target, to=to)
+    with small_files(), pytest.raises(SaveError, match="files of this size"):
+        save(tiny(), tmp_path / "m")
+    assert [file.name for file in tmp_path.iterdir()] == [source.name]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device", ".m.x7_y2/new"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+    ids=repr,
+)
+def test_a_full_disk(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("vitrail.weights.writing.save_file", fail)
+    with pytest.raises(SaveError, match=r"m cannot be written: the disk is full$"):
+        save(tiny(), tmp_path / "m")
+
+
+def with_head(head: nn.Module) -> nn.Module:
+    model = tiny(classes=3)
+    model.head = head
+    return model
+
+
+def with_changed(**attributes: Any) -> nn.Module:
+    model = tiny(classes=3)
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+class Mine(ViT):
+    """A class that no config.json can name."""
+
+
+UNLOADABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "another head": (
+        lambda: with_head(nn.Linear(48, 7)),
+        r"head.weight is \(7, 48\), but model.config says 3 classes; load with classes=7 instead",
+    ),
+    "a compiled one with another head": (lambda: torch.compile(with_head(nn.Linear(48, 7))), "classes=7"),
+    "no head": (
+        lambda: with_head(nn.Identity()),
+        r"2 missing: head.weight, head.bias\n.*classes=0 for no head",
+    ),
+    "a deeper head": (
+        lambda: with_head(nn.Sequential(nn.Linear(48, 9), nn.Linear(9, 3))),
+        "missing: head.weight, head.bias\n.*unexpected: head.0.weight",
+    ),
+    "no bias": (lambda: with_head(nn.Linear(48, 3, bias=False)), "1 missing: head.bias"),
+    "another norm": (
+        lambda: with_changed(norm=nn.LayerNorm(9)),
+        r"norm.weight \(9,\) instead of \(48,\)",
+    ),
+    "fewer blocks": (lambda: with_changed(blocks=nn.ModuleList()), "missing: blocks.0"),
+    "too few labels": (
+        lambda: with_changed(labels=("a", "b")),
+        "model.labels has 2 names, but model.config says 3 classes",
+    ),
+    "another config": (
+        lambda: with_changed(config=replace(tiny().config, classes=4)),
+        r"head.weight is \(3, 48\), but model.config says 4 classes",
+    ),
+    "eight bits": (lambda: tiny().to(torch.float8_e4m3fn), "expected 16, 32 or 64 bits"),
+    "a class of one's own": (
+        lambda: Mine(tiny().config, tiny().preprocess),
+        "Mine is a class that load does not know",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNLOADABLE)
+def test_what_load_would_refuse_is_not_saved(kind: str, tmp_path: Path) -> None:
+    make, reason = UNLOADABLE[kind]
+    model = make()
+    with pytest.raises(SaveError, match=f"(?s){reason}"):
+        save(model, tmp_path / "new" / "m")
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_is_not_a_number_survives(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def colour(values: np.ndarray) -> np.ndarray:
     return np.stack(channels, -1).astype(np.uint8)
 
 
-CLIPPED = 0.02  # of the cells at either end: a few corners that take most of it hide all the rest
+CLIPPED = 0.05  # of the cells at either end: a few corners that take most of it hide all the rest
 
 
 def stretched(seen: Tensor) -> Tensor:

@@ -38,7 +38,12 @@ class Adapter(NamedTuple):
     # The checkpoint, and what the caller of load asked for (heads, image_size, …) that may help.
     read: Callable[[Checkpoint, Mapping[str, Any]], Draft]
     write: Callable[[Model, Path], None]  # to a new file, or an empty folder
-    folder: bool
+    endings: tuple[str, ...] = ()  # of the one file that it is; without any, it is a folder
+
+    @property
+    def folder(self) -> bool:
+        """Whether it is a folder of files."""
+        return not self.endings
 
 
 def numbered(names: Iterable[str], pattern: str) -> int:
@@ -65,22 +70,29 @@ def heads_of(width: int, asked: Mapping[str, Any], where: str) -> tuple[int, tup
 def image_size_of(
     counts: Iterable[int], patch: tuple[int, int], asked: Mapping[str, Any], where: str
 ) -> tuple[int, int]:
-    """The size that positions were learned at: a square, unless what was asked for fits them.
+    """The size that positions were learned at: a square, unless only what was asked for fits them."""
+    return image_sizes_of(counts, patch, asked, where)[-1]
+
+
+def image_sizes_of(
+    counts: Iterable[int], patch: tuple[int, int], asked: Mapping[str, Any], where: str
+) -> list[tuple[int, int]]:
+    """The sizes that positions may have been learned at: what was asked for if it fits, then squares.
 
     counts: how many patches they may be for, the likeliest first.
     """
-    counts = list(counts)
+    counts = [cells for cells in counts if cells > 0]
     height, width = pair(asked.get("image_size", 0))
-    for cells in counts:
-        side = math.isqrt(cells)
-        if side**2 == cells:
-            return side * patch[0], side * patch[1]
-        if -(-height // patch[0]) * -(-width // patch[1]) == cells:
-            return height, width
-    raise LoadError(
-        f"{where} has positions for {counts[0]} patches of {patch[0]}x{patch[1]}, which form no "
-        "square; say what it was trained at: load(…, image_size=(height, width))"
-    )
+    squares = ((math.isqrt(cells), math.isqrt(cells)) for cells in counts)
+    grids = dict.fromkeys(((-(-height // patch[0]), -(-width // patch[1])), *squares))
+    sizes = [(rows * patch[0], columns * patch[1]) for rows, columns in grids if rows * columns in counts]
+    if not sizes:
+        raise LoadError(
+            f"{where} has positions for {' or '.join(map(str, counts)) or 'no'} patches of "
+            f"{patch[0]}x{patch[1]}, which form no square; say what it was trained at: "
+            "load(…, image_size=(height, width))"
+        )
+    return sizes
 
 
 def pair(value: Any) -> tuple[int, int]:

@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from vitrail.weights.errors import LoadError
+from vitrail.models.registry import TABLE, names
+from vitrail.weights.errors import LoadError, explained
 from vitrail.weights.files import Stored, read_file, read_json, read_shards
 
 INDEX = ".safetensors.index.json"
@@ -18,6 +20,11 @@ SAFETENSORS = ("model.safetensors", f"model{INDEX}")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 ENDINGS = (".safetensors", ".npz", ".pth", ".pt", ".bin")
 CONFIGS = ("config.json", "preprocessor_config.json")
+SIZES_IN_WORDS = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h", "giant": "g"}
+EXPECTED = (
+    "Expected a folder, a file, or a hub id such as 'google/vit-base-patch16-224' or "
+    "'timm/vit_tiny_patch16_224.augreg_in21k@main'"
+)
 HUB_ID = re.compile(r"(?:hf[-_]hub:)?(?P<id>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^@]+))?")
 
 
@@ -41,15 +48,15 @@ def open_checkpoint(
     token: str | bool | None = None,
 ) -> Checkpoint:
     """Finds the files of a source and reads all but the tensors' values."""
-    path = Path(source).expanduser()
-    if not path.exists():
-        match = HUB_ID.fullmatch(str(source))
-        if match is None:
-            raise LoadError(
-                f"{source} does not exist; expected a folder, a file, or a hub id such as "
-                "'google/vit-base-patch16-224' or 'timm/vit_tiny_patch16_224.augreg_in21k@main'"
-            )
-        path = _downloaded(match["id"], match["revision"] or revision, cache_dir, token)
+    with explained(LoadError, f"{source} cannot be read"):
+        path = Path(source).expanduser()
+        if not path.exists():
+            path = _from_hub(str(source), revision, cache_dir, token)
+        return _read(path, str(source))
+
+
+def _read(path: Path, where: str) -> Checkpoint:
+    """What is in a folder or file."""
     folder = path if path.is_dir() else path.parent
     file = _weights_in(path) if path.is_dir() else path
     contents = read_shards(file) if file.name.endswith(".index.json") else read_file(file)
@@ -58,7 +65,7 @@ def open_checkpoint(
     config, processor = (
         read_json(folder / name) if name in configs and (folder / name).is_file() else {} for name in CONFIGS
     )
-    return Checkpoint(str(source), file, *contents, config=config, processor=processor)
+    return Checkpoint(where, file, *contents, config=config, processor=processor)
 
 
 def _weights_in(folder: Path) -> Path:
@@ -78,6 +85,41 @@ def _weights_in(folder: Path) -> Path:
     )
 
 
+def _from_hub(
+    source: str,
+    revision: str | None,
+    cache_dir: str | os.PathLike[str] | None,
+    token: str | bool | None,
+) -> Path:
+    """The folder of a hub id's files; of a model's name, which has no weights, the error says so."""
+    likely = _likely_name(source)
+    if likely == source.lower():
+        raise LoadError(
+            f"{source!r} is the name of a model, without weights: vitrail.create({source!r}) makes it "
+            f"with random ones. {EXPECTED}"
+        )
+    hint = (
+        f". If you mean the model {likely!r}, without weights: vitrail.create({likely!r})" if likely else ""
+    )
+    match = HUB_ID.fullmatch(source)
+    if match is None:
+        raise LoadError(f"{source} does not exist. {EXPECTED}{hint}")
+    try:
+        return _downloaded(match["id"], match["revision"] or revision, cache_dir, token)
+    except LoadError as error:
+        raise LoadError(f"{error}{hint}") from error.__cause__
+
+
+def _likely_name(source: str) -> str | None:
+    """The paper's name of a model that looks like what was given: vit_base_patch16_224 is vit-b/16."""
+    text = re.sub(r"[-_]?patch(\d+).*", r"/\1", source.lower()).replace("_", "-")
+    for word, letter in SIZES_IN_WORDS.items():
+        text = re.sub(rf"\b{word}\b", letter, text)
+    if re.fullmatch(r".+/\d+", text) and text.rpartition("/")[0] in TABLE:  # any patch size will do
+        return text
+    return next(iter(get_close_matches(text, names(), n=1, cutoff=0.8)), None)
+
+
 def _downloaded(
     name: str,
     revision: str | None,
@@ -86,8 +128,7 @@ def _downloaded(
 ) -> Path:
     """The folder of the hub's files in its cache: safetensors if there are any, else the others."""
     # Here, because it takes longer to import than most models to load.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import errors, snapshot_download
 
     def fetch(patterns: Iterable[str]) -> Path:
         return Path(
@@ -104,11 +145,25 @@ def _downloaded(
         folder = fetch(["model*.safetensors", f"model*{INDEX}"])
         if not any((folder / file).is_file() for file in SAFETENSORS):
             folder = fetch(["pytorch_model*.bin", PICKLES[1], "*.npz", "*.pth"])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+    except (errors.HFValidationError, OSError) as error:
         at = f" at revision {revision}" if revision else ""
         raise LoadError(
-            f"{name} is no folder or file here, and could not be had from the hub{at}{offline}: "
-            f"{str(error).strip().partition(chr(10))[0] or type(error).__name__}"
+            f"{name} is no folder or file here, and could not be had from the hub{at}: {_why(error)}"
         ) from error
     return folder
+
+
+def _why(error: Exception) -> str:
+    """What the hub's client says, in plain words."""
+    from huggingface_hub import errors
+
+    short = re.sub(r"^\[Errno -?\d+\] ", "", str(error.__cause__ or error).strip().partition("\n")[0])
+    offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
+    words = {
+        errors.GatedRepoError: "its owner wants to be asked on its page first; then say token=…",
+        errors.RepositoryNotFoundError: "it has none of that name, or a private one (then say token=…)",
+        errors.RevisionNotFoundError: "there is no such revision",
+        errors.LocalEntryNotFoundError: f"{offline or f'it cannot be reached ({short})'}, and nothing was "
+        "downloaded before",
+    }
+    return next((text for kind, text in words.items() if isinstance(error, kind)), short)

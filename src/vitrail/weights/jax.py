@@ -199,4 +199,4 @@ def write(model: Model, file: Path) -> None:
         np.savez(target, **arrays)
 
 
-ADAPTER = Adapter(is_one, read, write, folder=False)
+ADAPTER = Adapter(is_one, read, write, endings=(".npz",))

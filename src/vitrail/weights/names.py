@@ -129,8 +129,8 @@ def ours_from_theirs(
     return tensors
 
 
-def _account(wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size], where: str) -> None:
-    """Refuses unless both have the same names, with the same shapes."""
+def differences(wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> str:
+    """A line for each kind of tensor that is not in both by the same name and shape; none if all are."""
     problems = {
         "missing": [name for name in wanted if name not in found],
         "unexpected": [name for name in found if name not in wanted],
@@ -140,10 +140,12 @@ def _account(wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size], 
             if name in found and found[name] != shape
         ],
     }
-    if any(problems.values()):
-        told = "".join(
-            f"\n  {len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names
-        )
+    return "".join(f"\n  {len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names)
+
+
+def _account(wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size], where: str) -> None:
+    """Refuses unless both have the same names, with the same shapes."""
+    if told := differences(wanted, found):
         raise LoadError(
             f"{where}: of {len(wanted)} tensors that its configuration asks for, not all fit "
             f"({len(found)} in the file), so nothing was loaded{told}\n"

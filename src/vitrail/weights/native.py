@@ -31,8 +31,9 @@ def read(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
     """What config.json says; without one there is no knowing."""
     if not checkpoint.config:
         raise LoadError(
-            f"{checkpoint.where} has tensors by Vitrail's names, but no {CONFIG} beside {WEIGHTS}: give "
-            "the whole folder"
+            f"{checkpoint.where} holds Vitrail's tensors without their {CONFIG}: give the whole folder that "
+            "vitrail.save wrote. Of a state dict alone, make the model first: "
+            "vitrail.create(…).load_state_dict(…), and vitrail.save keeps both together"
         )
     return Draft(table={"*": "*"}, tensors=checkpoint.tensors, **said(checkpoint.config))
 
@@ -66,4 +67,4 @@ def write(model: Model, folder: Path) -> None:
     write_json(folder / CONFIG, description(model))
 
 
-ADAPTER = Adapter(is_one, read, write, folder=True)
+ADAPTER = Adapter(is_one, read, write)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.models.base import Model
+from vitrail.models.registry import SYSTEMS
 from vitrail.weights import native
 from vitrail.weights.adapter import refuse_unsaid, settled
-from vitrail.weights.checkpoint import open_checkpoint
-from vitrail.weights.errors import LoadError, SaveError
-from vitrail.weights.files import read_json
+from vitrail.weights.checkpoint import ENDINGS, open_checkpoint
+from vitrail.weights.errors import LoadError, SaveError, explained
+from vitrail.weights.files import plain_name, read_json
 from vitrail.weights.forms import FORMS
-from vitrail.weights.loading import draft_of, load, tensors_of
+from vitrail.weights.loading import FLOATS, HEADS, draft_of, load, tensors_of
+from vitrail.weights.names import differences
 from vitrail.weights.writing import CONFIG, WEIGHTS, replacing
 
 
@@ -25,13 +28,16 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Compiled and distributed models are saved as what they wrap. Nothing half-written is ever left: what
     the folder held before stays until all is on the disk. A folder of anything but a saved model is
-    refused.
+    refused, and so is a model that is no longer what its config says: `load` could not build it.
     """
-    target = Path(folder).expanduser().resolve()
-    _refuse_other_contents(target)
     plain = _unwrapped(model)
-    with replacing(target, folder=True) as place:
-        native.write(plain, place)
+    _refuse_unloadable(plain)
+    with explained(SaveError, f"{folder} cannot be written"):
+        target = Path(folder).expanduser().resolve()
+        _refuse_no_folder(target)
+        _refuse_other_contents(target)
+        with replacing(target, folder=True) as place:
+            native.write(plain, place)
 
 
 def convert(
@@ -39,8 +45,10 @@ def convert(
     target: str | os.PathLike[str],
     to: str = "vitrail",
     **options: Any,
-) -> None:
+) -> dict[str, int]:
     """Reads weights of any form and writes them in another, to a new folder (or file: torchvision, npz).
+
+    Returns the names of the files that were written, with their sizes in bytes.
 
     What was written is read back and compared: every tensor bit for bit, configuration,
     preprocessing and labels. What the other form cannot say is refused by name, never dropped.
@@ -48,23 +56,49 @@ def convert(
     """
     if to not in FORMS:
         raise ValueError(f"to={to!r} is no form of weights; choose from {', '.join(FORMS)}")
-    goal = Path(target).expanduser().resolve()
-    if goal.is_file() or (goal.is_dir() and any(goal.iterdir())):
-        raise SaveError(f"{target} exists already; remove it, or choose another place")
-    if goal.is_dir() and not FORMS[to].folder:
-        raise SaveError(f"{target} is a folder; {to} is a single file, so give its name")
+    form = FORMS[to]
+    with explained(SaveError, f"{target} cannot be written"):
+        goal = Path(target).expanduser().resolve()
+        _refuse_target(goal, to)
     model = load(source, **options)
-    with replacing(goal, folder=FORMS[to].folder) as place:
-        try:
-            FORMS[to].write(model, place)
-            _compare(model, place, to)
-        except LoadError as error:
-            raise SaveError(f"{to} cannot say this: {error}") from error
+    with explained(SaveError, f"{target} cannot be written"):
+        with replacing(goal, folder=form.folder) as place:
+            try:
+                form.write(model, place)
+                _compare(model, place, to)
+            except LoadError as error:
+                raise SaveError(f"{to} cannot say this: {error}") from error
+        return {
+            file.name: file.stat().st_size for file in (sorted(goal.iterdir()) if form.folder else [goal])
+        }
+
+
+def _refuse_target(goal: Path, to: str) -> None:
+    """A place that is taken, or whose name says another form."""
+    endings = FORMS[to].endings
+    if goal.is_file() or (goal.is_dir() and any(goal.iterdir())):
+        raise SaveError(f"{goal} exists already; remove it, or choose another place")
+    if goal.is_dir() and endings:
+        raise SaveError(f"{goal} is a folder; {to} is a single file, so give its name")
+    if endings and not goal.name.lower().endswith(endings):
+        raise SaveError(f"{goal.name} is no name for {to}, a file that ends in {' or '.join(endings)}")
+    if not endings and goal.name.lower().endswith(ENDINGS):
+        raise SaveError(f"{goal.name} is the name of a file, and {to} is a folder: leave out {goal.suffix}")
+    _refuse_no_folder(goal)
+
+
+def _refuse_no_folder(goal: Path) -> None:
+    """A place in which nothing can be made, as far as can be known without trying."""
+    parent = next(parent for parent in goal.parents if parent.exists())
+    if not parent.is_dir():
+        raise SaveError(f"{goal} cannot be written: {parent} is a file, not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise SaveError(f"{goal} cannot be written: this user has no permission to write in {parent}")
 
 
 def _compare(model: Model, place: Path, to: str) -> None:
     """What was written says the same as the model, or an error."""
-    draft = draft_of(open_checkpoint(place), {})
+    draft = draft_of(replace(open_checkpoint(place), where="what was written"), {})
     refuse_unsaid(to, settled(model.config), settled(draft.config))
     refuse_unsaid(to, model.preprocess, draft.preprocess)
     if draft.labels != model.labels:
@@ -95,6 +129,44 @@ def _unwrapped(model: nn.Module) -> Model:
                 "vitrail.load gave, compiled or wrapped as it may be"
             )
     return inner
+
+
+def _refuse_unloadable(model: Model) -> None:
+    """What `load` would refuse: tensors and labels that are not those of the config."""
+    name, classes = type(model).__name__, model.config.classes
+    if type(model) not in {kind for kind, _ in SYSTEMS.values()}:
+        raise SaveError(f"{name} is a class that load does not know; keep it with torch.save(….state_dict())")
+    if model.labels and len(model.labels) != classes:
+        raise SaveError(
+            f"model.labels has {len(model.labels)} names, but model.config says {classes} classes; expected "
+            "a label for each class, or none: model.labels = ()"
+        )
+    with torch.device("meta"):
+        wanted = {
+            name: part.shape
+            for name, part in type(model)(model.config, model.preprocess).state_dict().items()
+        }
+    state = {plain_name(name): part for name, part in model.state_dict().items()}
+    found = {name: part.shape for name, part in state.items()}
+    for head in (f"{head}weight" for head in HEADS):
+        if len(found.get(head, ())) == 2 and found[head][0] != classes:
+            raise SaveError(
+                f"{head} is {tuple(found[head])}, but model.config says {classes} classes; load with "
+                f"classes={found[head][0]} instead of replacing the head"
+            )
+    if told := differences(wanted, found):
+        raise SaveError(
+            f"the tensors of this {name} are not those that model.config asks for, so load could not build "
+            f"it{told}\n  Create or load it with other fields of the config instead of replacing its parts "
+            "(classes=0 for no head), or keep torch.save(model.state_dict(), file)"
+        )
+    odd = [
+        f"{name} holds {part.dtype}"
+        for name, part in state.items()
+        if part.is_floating_point() and part.dtype not in FLOATS
+    ]
+    if odd:
+        raise SaveError(f"{odd[0]}; expected 16, 32 or 64 bits: model.to(torch.bfloat16)")
 
 
 def _refuse_other_contents(folder: Path) -> None:

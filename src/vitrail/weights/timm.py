@@ -20,7 +20,7 @@ from vitrail.weights.adapter import (
     Draft,
     check_whole_patches,
     heads_of,
-    image_size_of,
+    image_sizes_of,
     numbered,
     pair,
 )
@@ -85,7 +85,33 @@ SIZES = {
     "giantopt": (1536, 40, 16),
     "gigantic": (1664, 48, 16),
 }
-KNOWN = r"(vit|deit3?|flexivit|eva)_"  # how the architectures begin that RULES are about
+# The architectures that RULES are about, by their whole names: others begin alike, and some have the very
+# same tensors and compute something else with them.
+SIZE = "|".join(SIZES)
+KNOWN = re.compile(
+    rf"""
+    vit_({SIZE})_patch\d+(_plus|_36x1)?_\d+ (_miil)?(_in21k|_sam|_dino)?
+    | vit_({SIZE})_patch\d+ (_reg[14])?_(gap|map)_\d+
+    | vit_({SIZE})_patch\d+_siglip (_gap)?_\d+
+    | vit_({SIZE})_patch\d+ (_reg4_dinov2|_dinov2|_reg1_tipsv2)
+    | vit_({SIZE})_(r_s16_p8|r26_s32|r50_s16|r50_s32)_\d+ (_in21k)?
+    | deit_({SIZE}) (_distilled)?_patch\d+_\d+
+    | deit3_({SIZE})_patch\d+_\d+ (_in21ft1k)?
+    | flexivit_({SIZE})
+    | eva_large_patch14_\d+
+    """,
+    re.VERBOSE,
+)
+# What other names mean that is not to be had here.
+OTHERS = {
+    r"_rope_|_dinov3|_lingbot|_sapiens2|^vit_pe_|^eva02_": "rotary positions, or another network of EVA's",
+    r"_s?relpos_": "relative positions",
+    r"_rpn_": "norms after attention and MLP, not before",
+    r"_clip_": "a norm before the first block",
+    r"_xp_|_18x2_|_d?pwee_": "blocks whose parts are computed side by side",
+    r"_d(wee|little)_": "differential attention",
+    r"_mci_|_resnet\d": "another stem",
+}
 # What else an architecture's name says, in timm's arguments; a later row has the last word.
 RULES: tuple[tuple[str, dict[str, Any]], ...] = (
     *(
@@ -161,17 +187,12 @@ def read(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
     tensors = {re.sub(*OLDER, name): stored for name, stored in checkpoint.tensors.items()}
     content, where = checkpoint.config, checkpoint.where
     around = content.get("pretrained_cfg", content)
-    guessed: tuple[str, ...] = ()
     if content:
         arguments = _arguments(content, where)
     else:
         width = tensors["patch_embed.proj.weight"].shape[0]
-        heads, guessed = heads_of(width, asked, where)
-        guessed = (*guessed, "the preprocessing (resized, mean 0.5, std 0.5)")
-        arguments = {"num_heads": heads}
-    config = _config(tensors, arguments, asked, where)
-    if not content and config.positioned_tokens == 0:
-        guessed = (*guessed, f"no positions for special tokens, and {config.image_size} for patches")
+        arguments = {"num_heads": heads_of(width, asked, where)[0]}
+    config, sizes = _config(tensors, arguments, asked, where)
     labels = content.get("label_names") or around.get("label_names") or around.get("labels") or ()
     preprocess = None
     if content:
@@ -184,7 +205,7 @@ def read(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
         tensors=tensors,
         preprocess=preprocess,
         labels=tuple(labels.values() if isinstance(labels, dict) else labels),
-        guessed=guessed,
+        guessed=() if content else _assumed(config, sizes, asked),
     )
 
 
@@ -196,9 +217,10 @@ def _arguments(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     for pattern, meaning in RULES:
         if re.search(pattern, architecture):
             arguments |= meaning
-    if not re.match(KNOWN, architecture) or "embed_dim" not in arguments:
+    if not KNOWN.fullmatch(architecture):
+        why = next((f" ({what})" for other, what in OTHERS.items() if re.search(other, architecture)), "")
         raise LoadError(
-            f"{where}: timm's architecture {architecture!r} is none that can be read; expected a "
+            f"{where}: timm's architecture {architecture!r} is none that can be read{why}; expected a "
             "Vision Transformer such as vit_base_patch16_224 or deit_tiny_distilled_patch16_224"
         )
     arguments["img_size"] = around["input_size"][1:]
@@ -219,8 +241,8 @@ def _config(
     arguments: Mapping[str, Any],
     asked: Mapping[str, Any],
     where: str,
-) -> ViTConfig:
-    """The shapes' word, unless timm's arguments say how it should be."""
+) -> tuple[ViTConfig, list[tuple[int, int]]]:
+    """The shapes' word, unless timm's arguments say how it should be; and the sizes that fit positions."""
     width, inputs, *kernel = tensors["patch_embed.proj.weight"].shape
     roots = (f"{STEM}conv.weight", f"{STEM}stem.conv.weight")
     root = next((tensors[name] for name in roots if name in tensors), None)
@@ -237,15 +259,16 @@ def _config(
     register = tensors.get("reg_token")
     registers = arguments.get("reg_tokens", register.shape[1] if register else 0)
     special = class_token + distilled + registers
-    image_size, positioned = None, None
-    if "img_size" in arguments:
-        image_size = pair(arguments["img_size"])
+    sizes = [pair(arguments.get("img_size", asked.get("image_size", 224)))]
+    positioned = None
     if "pos_embed" in tensors:
         positions = tensors["pos_embed"].shape[1]
-        if image_size is None:
-            image_size = image_size_of((positions - special, positions), patch, asked, where)
-        cells = math.prod(-(-size // side) for size, side in zip(image_size, patch, strict=True))
-        positioned = 0 if special and positions == cells else None
+        if "img_size" not in arguments:
+            counts = [positions - prefix for prefix in _prefixes(special, distilled, asked)]
+            sizes = image_sizes_of(counts, patch, asked, where)
+        cells = math.prod(-(-size // side) for size, side in zip(sizes[0], patch, strict=True))
+        if special and positions - cells in (0, asked.get("positioned_tokens")):
+            positioned = positions - cells
     head = tensors.get("head.weight")
     pool = arguments.get("global_pool", _pool(tensors, class_token))
     activation = arguments.get("act_layer", "silu" if gated else "gelu")
@@ -259,7 +282,7 @@ def _config(
         "heads": arguments["num_heads"],
         "mlp_width": down[1],
         "patch": patch,
-        "image_size": image_size or asked.get("image_size", 224),
+        "image_size": sizes[0],
         "position_resize": arguments.get("position_resize", "bicubic-antialias"),
         "channels": arguments.get("in_chans", root.shape[1] if root else inputs),
         "classes": arguments.get("num_classes", head.shape[0] if head else 0),
@@ -282,7 +305,34 @@ def _config(
         values |= {"registers": 0, "pool": "class", "norm_after_pool": False, "positioned_tokens": None}
     config = build_config(ViTConfig, values)
     check_whole_patches(config, where)
-    return config
+    return config, sizes
+
+
+def _prefixes(special: int, distilled: bool, asked: Mapping[str, Any]) -> tuple[int, ...]:
+    """How many of the special tokens may have a position, the likeliest first: of registers few have."""
+    if "positioned_tokens" in asked:
+        covered = asked["positioned_tokens"]
+        return (special if covered is None else covered,)
+    return (special,) if distilled else (0, special)
+
+
+def _assumed(config: ViTConfig, sizes: list[tuple[int, int]], asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """What tensors without a config.json leave open, as the caller could have said it."""
+    learned, two_heads = config.positions == "learned", config.distillation_token
+    covered = config.special_tokens if config.positioned_tokens is None else config.positioned_tokens
+    undecided = {
+        "heads": (config.heads, True),
+        "pool": (config.pool, config.pool != "attention" and not two_heads),
+        "mlp": (config.mlp, config.mlp != "swiglu"),
+        "image_size": (config.image_size, True),
+        "positioned_tokens": (covered, learned and config.special_tokens and not two_heads),
+    }
+    return (
+        *(f"{name}={value!r}" for name, (value, is_so) in undecided.items() if is_so and name not in asked),
+        *(f"that it was not trained at image_size={size}, which fits too" for size in sizes[1:]),
+        "neither rotary positions nor norms after attention, which would not show",
+        "the preprocessing (resized, mean 0.5, std 0.5)",
+    )
 
 
 def _pool(tensors: Mapping[str, Stored], class_token: bool) -> str:
@@ -385,4 +435,4 @@ def _options(config: ViTConfig) -> dict[str, Any]:
     return said | {key: value for key, (value, usual) in choices.items() if value != usual}
 
 
-ADAPTER = Adapter(is_one, read, write, folder=True)
+ADAPTER = Adapter(is_one, read, write)

@@ -127,7 +127,8 @@ def write(model: Model, file: Path) -> None:
     refuse_unsaid("torchvision", settled(config), theirs, FREE)
     written = OrderedDict((name, part.detach().cpu().clone()) for name, part in tensors.items())
     vars(written)["_metadata"] = {"": {"version": 1, OURS: json.dumps(description(model))}}
-    torch.save(written, file)
+    with file.open("wb") as target:  # which tells why it cannot be written, as torch's own does not
+        torch.save(written, target)
 
 
-ADAPTER = Adapter(is_one, read, write, folder=False)
+ADAPTER = Adapter(is_one, read, write, endings=(".pth", ".pt"))

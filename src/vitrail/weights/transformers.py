@@ -358,4 +358,4 @@ def _one_or_two(size: tuple[int, int]) -> int | list[int]:
     return size[0] if size[0] == size[1] else list(size)
 
 
-ADAPTER = Adapter(is_one, read, write, folder=True)
+ADAPTER = Adapter(is_one, read, write)

@@ -31,7 +31,10 @@ def replacing(target: Path, *, folder: bool) -> Iterator[Path]:
         if folder:
             new.mkdir()
         yield new
+        usual = workshop / "usual"
+        usual.touch()
         for file in new.iterdir() if folder else [new]:
+            file.chmod(usual.stat().st_mode)  # safetensors lets only the owner read its files
             _flush(file)
         if folder and target.exists():
             target.rename(old)
@@ -67,7 +70,4 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             tensor = tensor.clone()
         seen.add(tensor.untyped_storage().data_ptr())
         apart[name] = tensor
-    path.touch()
-    usual = path.stat().st_mode  # safetensors lets only the owner read its files
     save_file(apart, path, metadata={"format": "pt"})
-    path.chmod(usual)
