@@ -39,9 +39,9 @@ clean:  ## remove the environment and every cache
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) .
+	$(INSTALL) ".[data]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(INSTALL) ".[dev,peers]"
+	$(INSTALL) ".[data,dev,peers]"
 	@touch $@

@@ -1,0 +1,1 @@
+"""Learning: recipes, objectives, the loop, the run folder. Knows no family of models."""

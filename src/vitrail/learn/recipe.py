@@ -1,0 +1,259 @@
+"""Recipes: everything that decides a run, in one flat config that a short TOML file holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vitrail.data.augment import Augment
+from vitrail.learn.objectives import OBJECTIVES
+from vitrail.learn.optimiser import Part
+from vitrail.models.config import build_config
+from vitrail.words import unknown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a run is made of; on the same data, start and number of threads it decides every bit."""
+
+    preset: str = "none"  # the key of PRESETS that it began with
+    seed: int = 0
+
+    # the data
+    data: str = "digits"  # a folder, file, or name that data.sources.open_source knows
+    validation: float = 0.1  # the share of training pictures kept apart, where no such split exists
+    test: float = 0.1
+    workers: int | None = None  # threads that decode; None: one for each core
+    cache: float = 4.0  # GiB of decoded pictures kept in memory
+    augment: Augment = field(default_factory=Augment)
+
+    # the model: {"name": …} and changes to its config; or where its weights start from, and changes
+    model: dict = field(default_factory=dict)
+    start: str | None = None  # anything that vitrail.load reads
+    image_size: tuple[int, int] | None = None  # None: the model's own, or the pictures' if they are small
+    learns: Part = "full"  # all of it, only the "head", or the last N blocks and what follows them
+
+    # the objective
+    objective: str = "classify"  # a key of objectives.OBJECTIVES
+    smoothing: float = 0.1
+    mixup: float = 0.0  # α of Beta(α, α); 0: none
+    cutmix: float = 0.0
+    teacher: str | None = None  # for the distilling ones: anything that vitrail.load reads
+    teacher_weight: float = 0.5
+    temperature: float = 1.0
+
+    # the optimiser: AdamW
+    batch: int = 256  # over all processes and accumulated parts
+    accumulate: int = 1  # parts that a batch is computed in, to save memory
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.999)
+    layer_decay: float = 1.0  # how much slower each layer learns than the one after it
+    clip: float = 1.0  # the largest norm of the gradients; 0: any
+    ema: float = 0.0  # decay of the averaged weights, which are then what is kept; 0: none
+
+    # the schedule: warm-up, then half a cosine
+    epochs: float = 30.0
+    minutes: float | None = None  # instead of epochs: as many as fit, by the rate measured at the start
+    warmup: float = 0.05  # share of all steps
+    floor: float = 0.0  # share of lr that is left at the end
+
+    # the machine
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the faster, measured at the start
+    compile: bool = False
+    checkpoint_blocks: bool = False  # less memory for more time
+    save_seconds: float = 60.0  # between states to resume from, besides those of each epoch
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        for name, known in (("preset", PRESETS), ("objective", OBJECTIVES)):
+            if getattr(self, name) not in known:
+                raise ValueError(unknown(name, getattr(self, name), known))
+        for name, (low, high) in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                expected = f"{low:g} or more" if math.isinf(high) else f"from {low:g} to {high:g}"
+                raise ValueError(f"{name}={value!r} is not possible; expected {expected}")
+        if self.batch % (2 * self.accumulate):
+            raise ValueError(
+                f"batch={self.batch} does not divide into {self.accumulate} parts of whole pairs; expected a "
+                f"multiple of {2 * self.accumulate}"
+            )
+        if self.objective.startswith("distil") != (self.teacher is not None):
+            raise ValueError(
+                f"objective={self.objective!r} with teacher={self.teacher!r}; expected both "
+                "objective=distil-hard (or distil-soft) and teacher=MODEL, or neither"
+            )
+
+
+TINY = 1e-12
+BOUNDS: dict[str, tuple[float, float]] = {
+    "seed": (0, math.inf),
+    "validation": (TINY, 0.9),
+    "test": (0, 0.9),
+    "workers": (1, math.inf),
+    "cache": (0, math.inf),
+    "smoothing": (0, 0.999),
+    "mixup": (0, math.inf),
+    "cutmix": (0, math.inf),
+    "teacher_weight": (0, 1),
+    "temperature": (TINY, math.inf),
+    "batch": (2, math.inf),
+    "accumulate": (1, math.inf),
+    "lr": (0, 1e3),
+    "weight_decay": (0, 10),
+    "layer_decay": (TINY, 1),
+    "clip": (0, math.inf),
+    "ema": (0, 1),
+    "epochs": (TINY, math.inf),
+    "minutes": (TINY, math.inf),
+    "warmup": (0, 1),
+    "floor": (0, 1),
+    "save_seconds": (0, math.inf),
+}
+
+# Where a run may begin; recipes and changes on the command line are laid over it.
+PRESETS: dict[str, dict[str, Any]] = {
+    "none": {},
+    # Little data from scratch: convolutions see what a plain ViT would have to learn (Xiao et al. 2021),
+    # every patch votes, heads stay 32 wide or more, and augmentation stands in for the pictures missing.
+    "small": {
+        "model": {"name": "vit-ti/16", "depth": 6, "stem": "conv", "pool": "mean", "drop_path": 0.1},
+        "augment": {"scale": [0.35, 1.0], "layers": 2, "magnitude": 0.3, "erase": 0.25},
+        "mixup": 0.2,
+        "cutmix": 1.0,
+        "batch": 128,
+        "lr": 1e-3,
+        "ema": 0.998,
+        "minutes": 15.0,
+    },
+    "tune": {
+        "augment": {"scale": [0.35, 1.0], "layers": 2, "magnitude": 0.2, "erase": 0.1},
+        "model": {"drop_path": 0.05},
+        "batch": 64,
+        "lr": 5e-4,
+        "layer_decay": 0.75,
+        "ema": 0.99,
+        "minutes": 10.0,
+    },
+    "head": {
+        "learns": "head",
+        "augment": {"scale": [0.6, 1.0], "layers": 0, "erase": 0.0},
+        "batch": 64,
+        "lr": 3e-3,
+        "weight_decay": 0.0,
+        "smoothing": 0.0,
+        "epochs": 10.0,
+    },
+    "digits": {
+        "model": {"name": "vit-ti/2", "width": 96, "depth": 4, "heads": 3, "mlp_width": 192},
+        "augment": {"pad_crop": 1, "flip": 0.0, "layers": 0, "erase": 0.0},
+        "batch": 64,
+        "lr": 2e-3,
+        "ema": 0.99,
+        "epochs": 30.0,
+    },
+}
+
+SIDE = 128  # what the small preset sees larger pictures at
+PATCHES_ACROSS = 8  # about so many of its patches to a side
+SMALL = 200_000  # fewer pictures than this do not teach a plain ViT what convolutions see from the start
+
+
+def choose(recipe: Recipe, pictures: int) -> tuple[str, str]:
+    """The preset for a run that names none, and why."""
+    if recipe.start is not None:
+        return "tune", f"the weights of {recipe.start} are tuned gently, the first layers the least"
+    if recipe.data == "digits":
+        return "digits", "the built-in digits have a size of model and a schedule of their own"
+    if pictures < SMALL:
+        return "small", (
+            f"{pictures:,} pictures are few to learn from scratch: convolutional stem, mean pooling, strong "
+            "augmentation (--from a trained model, if there is one, does better)"
+        )
+    return "none", f"{pictures:,} pictures are enough for the papers' settings"
+
+
+def preset(name: str, side: tuple[int, int] | None) -> dict[str, Any]:
+    """The values of a preset; "small" fits its patches to the side of pictures that are small themselves."""
+    if name != "small":
+        return PRESETS[name]
+    size = side or (SIDE, SIDE)
+    patch = 2 ** max(round(math.log2(max(size) / PATCHES_ACROSS)), 1)
+    small = PRESETS["small"]
+    return {**small, "image_size": size, "model": {**small["model"], "name": f"vit-ti/{patch}"}}
+
+
+def layered(*layers: Mapping[str, Any]) -> Recipe:
+    """A recipe from layers of values, the later over the earlier.
+
+    A layer that names a model brings it whole: what earlier layers changed in theirs is forgotten.
+    Of epochs and minutes, the later counts.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for one, other in (("epochs", "minutes"), ("minutes", "epochs")):
+            if layer.get(one) is not None and layer.get(other) is None:
+                merged.pop(other, None)
+        for name, value in layer.items():
+            if name == "model" and isinstance(value, str):
+                value = {"name": value}
+            if isinstance(value, Mapping) and isinstance(merged.get(name), Mapping) and "name" not in value:
+                value = {**merged[name], **value}
+            merged[name] = value
+    return build_config(Recipe, merged)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The values in a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is no valid TOML: {error}") from None
+
+
+def changes(assignments: Sequence[str]) -> dict[str, Any]:
+    """Values from words such as epochs=30, model=vit-ti/4, model.pool=mean, augment.scale=[0.5,1], test=0."""
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name:
+            raise ValueError(f"{assignment!r} is no change to the recipe; write field=value, as in epochs=30")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = None if text.lower() == "none" else text  # what TOML cannot read is a word
+        name, dot, inner = name.partition(".")
+        if name == "model" and not dot and isinstance(value, str):
+            dot, inner = ".", "name"
+        if dot:
+            values.setdefault(name, {})[inner] = value
+        else:
+            values[name] = value
+    return values
+
+
+def to_toml(recipe: Recipe, heading: str) -> str:
+    """The recipe as a file that `read` reads back, all fields in it."""
+    values = {name: value for name, value in asdict(recipe).items() if value is not None}
+    tables = {name: values.pop(name) for name, value in list(values.items()) if isinstance(value, dict)}
+    lines = [f"# {line}" for line in heading.splitlines()]
+    lines += ["", *(f"{name} = {_toml(value)}" for name, value in values.items())]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items() if v is not None)]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """What JSON and TOML write alike: words, numbers, yes and no, and lists of them."""
+    return json.dumps(value, ensure_ascii=False)

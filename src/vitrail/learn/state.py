@@ -1,0 +1,180 @@
+"""The run folder: what is kept, when it counts as kept, and who may write.
+
+    runs/x/
+      recipe.toml            everything that decides the run
+      data.json              what was found wrong with the pictures
+      metrics.jsonl          a line for each stretch of training and each validation; also in tensorboard/
+      last/  best/           models for vitrail.load
+      resume-0.safetensors   the states to go on from, written by turns: the newer that is whole counts
+      resume-1.safetensors
+
+A state is one file, so that it is there whole or not at all, and all else is written before it: whatever
+is younger than the newest state will be written again, the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vitrail.learn.board import write_board
+from vitrail.models import Model
+from vitrail.weights import native
+from vitrail.weights.writing import replacing
+
+RECIPE = "recipe.toml"
+METRICS = "metrics.jsonl"
+FINDINGS = "data.json"
+BOARD = "tensorboard"
+STATES = ("resume-0.safetensors", "resume-1.safetensors")
+KEY = "vitrail"  # what the facts are called in a state's metadata
+
+
+class State(NamedTuple):
+    """Where a run stands: tensors by name, and facts that JSON can say, `step` among them."""
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+
+
+class WriteError(OSError):
+    """The run folder cannot be written to, as when the disk is full; what was there before is whole."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps every other run out of the folder; the system itself lets go when this process dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, owner = FileLock(folder / ".lock"), folder / ".owner"
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"{folder} is being written to by {owner.read_text() if owner.exists() else 'another run'}; "
+            "wait for it, end it, or choose another folder with --out"
+        ) from None
+    try:
+        owner.write_text(f"process {os.getpid()} on {platform.node()}")
+        _tidy(folder)
+        yield
+        owner.unlink()
+    finally:
+        lock.release()
+
+
+def _tidy(folder: Path) -> None:
+    """Removes what a killed run was in the middle of writing, and puts back what it had set aside."""
+    for workshop in filter(Path.is_dir, folder.glob(".*.*")):
+        old, target = workshop / "old", folder / workshop.name.split(".")[1]
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(workshop)
+
+
+@contextmanager
+def _writing(what: Path) -> Iterator[None]:
+    """Says what a failed write means for the run."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WriteError(
+            f"{what} could not be written: {reason}. The states before it are whole: make room, then go on "
+            f"with --resume --out {what.parent}"
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file, whole or not at all."""
+    with _writing(path), replacing(path, folder=False) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def write_model(model: Model, folder: Path) -> None:
+    """last/ or best/: the model for vitrail.load, in the place of the one before."""
+    with _writing(folder), replacing(folder, folder=True) as new:
+        native.write(model, new)
+
+
+def write_state(folder: Path, state: State) -> None:
+    """In the place of the older of the two states; from here on, this is where --resume begins."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
+    facts = json.dumps({**state.facts, "checksum": _checksum(tensors)})
+    found = [_facts(folder / name) for name in STATES]
+    ages = [-1 if facts is None else facts["step"] for facts in found]
+    path = folder / STATES[ages.index(min(ages))]
+    with _writing(path), replacing(path, folder=False) as new:
+        save_file(tensors, new, metadata={KEY: facts})
+
+
+def read_state(folder: Path) -> State | None:
+    """The newest state that is whole, or None where there is none yet."""
+    candidates = ((_facts(folder / name), folder / name) for name in STATES)
+    known = [(facts, path) for facts, path in candidates if facts is not None]
+    for facts, path in sorted(known, key=lambda each: each[0]["step"], reverse=True):
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        if _checksum(tensors) == facts["checksum"]:
+            return State(tensors, facts)
+    return None
+
+
+def _facts(path: Path) -> dict[str, Any] | None:
+    """What a state says of itself; None where there is none, or only part of one."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads(file.metadata()[KEY])
+    except (FileNotFoundError, SafetensorError):
+        return None
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    """Of all bytes: a disk that lost power can leave a file of the right length with the wrong content."""
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
+    return total
+
+
+def write_lines(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Adds lines to the metrics, for good."""
+    path = folder / METRICS
+    with _writing(path), path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(folder: Path, until: int) -> list[dict[str, Any]]:
+    """The metrics up to a step; what was written after it, whole or torn, is left out."""
+    path = folder / METRICS
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break  # torn: nothing after it can be older than the state
+        if line["step"] <= until:
+            lines.append(line)
+    return lines
+
+
+def rewind(folder: Path, step: int) -> None:
+    """Takes the metrics back to a step, so that going on from it doubles nothing."""
+    lines = read_lines(folder, step)
+    write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+    shutil.rmtree(folder / BOARD, ignore_errors=True)
+    write_board(folder / BOARD, lines)

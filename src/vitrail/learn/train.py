@@ -1,0 +1,332 @@
+"""From a recipe to a finished run folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vitrail.data.batches import Loader, Store
+from vitrail.data.checks import Findings, examine
+from vitrail.data.pictures import PictureError, open_picture
+from vitrail.data.preprocess import Preprocess, Sides
+from vitrail.data.seeds import mix
+from vitrail.data.sources import Dataset, Pictures, complete, open_source
+from vitrail.learn.fit import fit
+from vitrail.learn.learner import begin, validate
+from vitrail.learn.objectives import OBJECTIVES, Objective, mix_pairs
+from vitrail.learn.optimiser import freeze
+from vitrail.learn.pace import Pace, settle_precision
+from vitrail.learn.processes import Processes, agreed, processes
+from vitrail.learn.progress import clock, told
+from vitrail.learn.recipe import Recipe, changes, choose, layered, preset, read, to_toml
+from vitrail.learn.state import RECIPE, STATES, locked, write_text
+from vitrail.models import Model, create
+from vitrail.weights import load
+
+RUNS = Path("runs")
+FINDINGS = "data.json"
+LOOKED_AT = 32  # pictures whose sizes tell the size of all
+NATIVE = 64  # pictures no larger than this are taken as they are
+HEADING = "Written by vitrail train, complete. Go on with: vitrail train --resume --out {folder}"
+
+
+class Setting(NamedTuple):
+    """All that a run is made of, ready to go."""
+
+    recipe: Recipe
+    dataset: Dataset
+    model: Model
+    objective: Objective
+    loaders: dict[str, Loader]  # by split
+    findings: Findings
+    here: Processes
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps in an epoch: whole batches only."""
+        return len(self.loaders["train"])
+
+    def batches(self, step: int) -> Generator[Any, None, None]:
+        """Training batches from a step on, without end; this process's part of each."""
+        recipe = self.recipe
+        epoch, within = divmod(step, self.per_epoch)
+        while True:
+            for batch in self.loaders["train"].epoch(epoch, within):
+                mixed: Any = batch
+                if recipe.mixup or recipe.cutmix:
+                    mixed = mix_pairs(
+                        batch,
+                        mix(recipe.seed, epoch, within, "mix"),
+                        mixup=recipe.mixup,
+                        cutmix=recipe.cutmix,
+                        rank=self.here.rank,
+                        world=self.here.world,
+                    )
+                yield mixed
+                within += 1
+            epoch, within = epoch + 1, 0
+
+    def score(self, model: nn.Module, split: str) -> dict[str, float]:
+        """Loss and figures of a model on a split."""
+        return validate(model, self.objective, self.loaders[split].epoch(0), self.recipe, self.here)
+
+
+def train(
+    source: str | None = None,
+    assignments: Sequence[str] = (),
+    *,
+    start: str | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    strict: bool = False,
+    dry_run: bool = False,
+) -> Path | None:
+    """Trains, and returns the run folder; None after a dry run.
+
+    source: pictures as open_source knows them, a recipe's .toml, or None for the built-in digits.
+    assignments: changes to the recipe, each field=value. start: weights to begin from. out: the run
+    folder, by default a new one in runs/. resume: go on in `out`, by default the latest run. strict:
+    refuse bad pictures instead of leaving them out. dry_run: only tell what would happen.
+    """
+    with processes() as here, ExitStack() as stack:
+        say: Callable[[str], None] = print if here.first else _silent
+        asked = changes(assignments) | ({"start": start} if start else {})
+        if resume:
+            folder = agreed(out or _latest(), here)
+            values = [read(_recipe_in(folder)), asked]
+        else:
+            values = [*_from_source(source), asked]
+            folder = agreed(out or _unused(str(layered(*values).data)), here)
+            if any((folder / name).exists() for name in (*STATES, RECIPE)):
+                raise ValueError(
+                    f"{folder} already holds a run; go on with --resume, or choose another --out"
+                )
+        setting, notes = _set_up(values, here, strict=strict)
+        for note in notes:
+            say(note)
+        setting, measured = _settle(setting, dry_run=dry_run)
+        recipe, per_epoch = setting.recipe, setting.per_epoch
+        steps = max(round(recipe.epochs * per_epoch), 1)
+        say(_summary(setting, measured, folder))
+        if dry_run:
+            return None
+
+        if here.first:
+            stack.enter_context(locked(folder))
+        learner = begin(setting.model, recipe)
+        if here.first:
+            write_text(folder / RECIPE, to_toml(recipe, HEADING.format(folder=folder)))
+            write_text(folder / FINDINGS, json.dumps(setting.findings.to_dict(), indent=1) + "\n")
+        fit(
+            learner,
+            setting.objective,
+            setting.batches,
+            lambda model: setting.score(model, "val"),
+            recipe,
+            steps=steps,
+            per_epoch=per_epoch,
+            folder=folder,
+            here=here,
+        )
+        say(f"trained for {clock(learner.seconds)}; best validation: {told(learner.best or {})}")
+        agreed(None, here)  # nobody reads before the first has written
+        if "test" in setting.loaders:
+            best = load(folder / "best").to(here.device)
+            say(f"held-out test pictures: {told(setting.score(best, 'test'))}")
+        say(f"all of it is in {folder}")
+    return folder
+
+
+def _silent(_: str) -> None:
+    """What the processes after the first say."""
+
+
+def _from_source(source: str | None) -> list[dict[str, Any]]:
+    """The values that the first argument stands for."""
+    if source is not None and source.endswith(".toml"):
+        return [{"preset": "none"}, read(Path(source))]
+    return [{} if source is None else {"data": source}]
+
+
+def _set_up(
+    values: Sequence[Mapping[str, Any]], here: Processes, *, strict: bool
+) -> tuple[Setting, list[str]]:
+    """Data, model, objective and loaders; and what a person should know of them."""
+    given = layered(*values)
+    shares = {split: share for split, share in (("val", given.validation), ("test", given.test)) if share}
+    dataset = complete(open_source(given.data), seed=given.seed, shares=shares)
+    pictures = dataset.splits["train"]
+    side, channels = _native(pictures)
+
+    notes = list(dataset.notes)
+    named = next((layer["preset"] for layer in reversed(values) if "preset" in layer), None)
+    if named is None:
+        named, why = choose(given, len(pictures))
+        notes.append(f"preset {named}: {why}")
+    recipe = layered(preset(named, side), *values, {"preset": named})
+    share = 2 * recipe.accumulate * here.world
+    if recipe.batch % share:
+        raise ValueError(
+            f"batch={recipe.batch} does not divide into pairs for {here.world} processes and "
+            f"{recipe.accumulate} parts of a batch; expected a multiple of {share}"
+        )
+    with warnings.catch_warnings(record=True) as caught:  # what loading had to change is told, not warned of
+        warnings.simplefilter("always")
+        model = _model(recipe, dataset.classes, side, channels).to(here.device)
+        teacher = (
+            None if recipe.teacher is None else _teacher(recipe.teacher, dataset.classes).to(here.device)
+        )
+    notes += [str(warning.message) for warning in caught]
+    stores = {
+        split: Store(
+            pictures,
+            model.preprocess,
+            exact=split != "train",
+            memory=int(recipe.cache * 2**30 * len(pictures) / sum(map(len, dataset.splits.values()))),
+        )
+        for split, pictures in dataset.splits.items()
+    }
+    findings = examine(stores, strict=strict, workers=recipe.workers)
+    loaders = {
+        split: Loader(
+            store,
+            batch=recipe.batch,
+            train=split == "train",
+            augment=recipe.augment if split == "train" else None,
+            seed=recipe.seed,
+            leave_out=findings.bad[split],
+            rank=here.rank,
+            world=here.world,
+            workers=recipe.workers,
+            device=here.device,
+        )
+        for split, store in stores.items()
+    }
+    objective = OBJECTIVES[recipe.objective](recipe, teacher)
+    return Setting(recipe, dataset, model, objective, loaders, findings, here), [*notes, *findings.notes]
+
+
+def _native(pictures: Pictures) -> tuple[Sides | None, int]:
+    """The size (height, width) of pictures that are all alike and small, else None; and their channels."""
+    some = torch.linspace(0, len(pictures) - 1, min(len(pictures), LOOKED_AT)).long().tolist()
+    seen = []
+    for index in some:
+        with suppress(PictureError, OSError):  # examine tells of those
+            seen.append(open_picture(pictures.data(index)))
+    sizes = {(picture.height, picture.width) for picture in seen}
+    grey = all(band == bands[0] for bands in (picture.split() for picture in seen) for band in bands)
+    small = len(sizes) == 1 and max(max(sizes)) <= NATIVE
+    return (sizes.pop() if small else None), 1 if grey else 3
+
+
+def _model(recipe: Recipe, classes: tuple[str, ...], side: Sides | None, channels: int) -> Model:
+    """Begun anew with weights that the seed decides, or from those that the recipe starts with."""
+    options = dict(recipe.model)
+    torch.manual_seed(mix(recipe.seed, "weights"))  # of the whole model, or of a head that starts anew
+    if recipe.start is not None:
+        if "name" in options:
+            raise ValueError(
+                f"start={recipe.start!r} and model={options['name']!r} are two beginnings; give one"
+            )
+        return load(_weights_in(recipe.start), labels=classes, image_size=recipe.image_size, **options)
+    name = options.pop("name", "vit-ti/16")
+    size = recipe.image_size or side
+    options |= {"channels": channels} | ({"image_size": size} if size else {})
+    model = create(name, labels=classes, **options)
+    if size is not None and size == side:  # small pictures are shown as they are
+        half = (0.5,) * channels
+        model.preprocess = Preprocess(resize=size, interpolation="bicubic", mean=half, std=half)
+    return model
+
+
+def _teacher(place: str, classes: tuple[str, ...]) -> Model:
+    teacher = load(_weights_in(place))
+    known = teacher.labels or classes
+    if teacher.config.classes != len(classes) or known != classes:
+        raise ValueError(
+            f"teacher={place} tells {teacher.config.classes} classes ({', '.join(known[:3])} …), the "
+            f"pictures have {len(classes)} ({', '.join(classes[:3])} …); train it on the same pictures first"
+        )
+    return teacher
+
+
+def _weights_in(place: str) -> str:
+    """What vitrail.load reads: of a run folder, its best model."""
+    best = Path(place) / "best"
+    return str(best) if best.is_dir() else place
+
+
+def _settle(setting: Setting, *, dry_run: bool) -> tuple[Setting, Pace | None]:
+    """What is left open, decided by measurement: the precision, and the epochs that fit into the minutes."""
+    recipe = setting.recipe
+    if not (dry_run or recipe.minutes or recipe.precision == "auto"):
+        return setting, None
+    recipe, measured = agreed(
+        settle_precision(setting.model, setting.objective, setting.batches, recipe, setting.here),
+        setting.here,
+    )
+    if recipe.minutes is not None:
+        epochs = 60 * recipe.minutes / _epoch_seconds(setting, measured)
+        recipe = replace(recipe, epochs=round(epochs, 2) or 0.01, minutes=None)
+    return setting._replace(recipe=recipe), measured
+
+
+def _epoch_seconds(setting: Setting, measured: Pace) -> float:
+    """With its validation, which computes no gradients: a third of the work for each picture."""
+    validation = len(setting.dataset.splits["val"]) / setting.recipe.batch / 3
+    return measured.seconds * (setting.per_epoch + validation)
+
+
+def _summary(setting: Setting, measured: Pace | None, folder: Path) -> str:
+    """What is going to happen."""
+    recipe, model = setting.recipe, setting.model
+    freeze(model, recipe.learns)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    sizes = ", ".join(f"{len(pictures):,} {split}" for split, pictures in setting.dataset.splits.items())
+    height, width = model.preprocess.size
+    name = recipe.start or recipe.model.get("name")
+    lines = [
+        f"pictures   {sizes}, of {len(setting.dataset.classes)} classes, seen at {height}x{width}",
+        f"model      {name}, {total:,} parameters, {learning:,} of them learn",
+        f"learning   {recipe.objective}, {recipe.epochs:g} epochs of {setting.per_epoch:,} steps of "
+        f"{recipe.batch}, {recipe.precision}, processes: {setting.here.world} ({setting.here.device.type})",
+        f"run folder {folder}",
+    ]
+    if measured is not None:
+        duration = _epoch_seconds(setting, measured) * recipe.epochs
+        lines.append(
+            f"measured   {recipe.batch / measured.seconds:,.0f} pictures/s, so about {clock(duration)}; "
+            f"{measured.memory / 2**30:.1f} GiB of memory"
+        )
+    return "\n".join(lines)
+
+
+def _recipe_in(folder: Path) -> Path:
+    if not (folder / RECIPE).is_file():
+        raise ValueError(f"{folder} holds no run to go on with (no {RECIPE}); name a run folder with --out")
+    return folder / RECIPE
+
+
+def _latest() -> Path:
+    """The run that was last written to."""
+    states = [path for name in STATES for path in RUNS.glob(f"*/{name}")]
+    if not states:
+        raise ValueError(f"there is no run in {RUNS}/ to go on with; name its folder with --out")
+    return max(states, key=lambda path: path.stat().st_mtime).parent
+
+
+def _unused(data: str) -> Path:
+    """runs/NAME after the pictures' name, or NAME-2 and so on."""
+    name = Path(data).stem or "run"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(RUNS / name for name in names if not (RUNS / name).exists())

@@ -1,0 +1,222 @@
+"""The loop: what it computes, what it keeps, and what interrupts it."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import learning
+import vitrail
+from compare import same
+from learning import PER_EPOCH, STEPS, recipe, run
+from vitrail.learn.fit import Stopped
+from vitrail.learn.learner import DivergedError
+from vitrail.learn.objectives import Lesson, classify
+from vitrail.learn.state import STATES, read_lines, read_state
+
+PROGRAM = learning.__file__
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(folder, recipe())
+    return folder
+
+
+def alike(folder: Path, other: Path) -> bool:
+    """Bit for bit: weights, averages, optimiser, the saved models, and which metrics there are."""
+    one, two = read_state(folder), read_state(other)
+    assert one is not None
+    assert two is not None
+    texts = [(f / "metrics.jsonl").read_text().splitlines() for f in (folder, other)]
+    steps = [[(line["part"], line["step"]) for line in map(json.loads, lines)] for lines in texts]
+    validations = [{step for part, step in each if part == "val"} for each in steps]
+    assert validations[0] == validations[1]
+    assert all(len(each) == len(set(each)) for each in steps), "a line of metrics is there twice"
+    return (
+        one.facts["best"] == two.facts["best"]
+        and one.tensors.keys() == two.tensors.keys()
+        and all(same(one.tensors[name], two.tensors[name]) for name in one.tensors)
+        and all(
+            (folder / path).read_bytes() == (other / path).read_bytes()
+            for path in ("last/model.safetensors", "best/model.safetensors", "last/config.json")
+        )
+    )
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    run(tmp_path, recipe(mixup=0, cutmix=0, ema=0, lr=1e-2, save_seconds=60), steps=100)
+    lines = [line for line in read_lines(tmp_path, 10**9) if line["part"] == "val"]
+    assert lines[-1]["accuracy"] > 0.8 > 0.3 > lines[0]["accuracy"]
+
+
+def test_a_run_is_the_same_every_time_but_for_its_seed(undisturbed: Path, tmp_path: Path) -> None:
+    run(tmp_path / "again", recipe())
+    run(tmp_path / "other", recipe(seed=1))
+    assert alike(undisturbed, tmp_path / "again")
+    assert not alike(undisturbed, tmp_path / "other")
+
+
+@pytest.mark.parametrize("steps", [1, PER_EPOCH, STEPS - 1])
+def test_stopped_and_resumed_is_the_same(undisturbed: Path, tmp_path: Path, steps: int) -> None:
+    class Interrupting(nn.Module):
+        def __call__(self, model, batch):
+            if model.training and model.calls == steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+            model.calls += model.training
+            return classify(smoothing=recipe().smoothing)(model, batch)
+
+    model = learning.tiny(recipe())
+    model.calls = 1
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match=rf"after step {steps} of.*\n.*vitrail train --resume --out {tmp_path}"):
+        run(tmp_path, recipe(save_seconds=1e9), model=model, objective=Interrupting())
+    assert signal.getsignal(signal.SIGTERM) is handler
+    run(tmp_path, recipe())
+    assert alike(undisturbed, tmp_path)
+
+
+def test_killed_at_any_file_operation(undisturbed: Path, tmp_path: Path) -> None:
+    """SIGKILL before the 1st, 2nd … rename, sync, or removal of a file; then resumed."""
+    ranges = [(3, 53, 3), (53, 130, 7)]  # a whole round of writing, then later ones
+    for number, span in enumerate(ranges):
+        subprocess.run(
+            [sys.executable, PROGRAM, str(tmp_path / str(number)), "kill", *map(str, span)],
+            check=True,
+            capture_output=True,
+        )
+    folders = sorted(tmp_path.glob("*/*"))
+    assert len(folders) == sum(len(range(*span)) for span in ranges)
+    for folder in folders:
+        assert alike(undisturbed, folder), folder
+        assert vitrail.load(folder / "last") is not None
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.3])
+def test_killed_from_outside(undisturbed: Path, tmp_path: Path, delay: float) -> None:
+    process = subprocess.Popen([sys.executable, PROGRAM, str(tmp_path)], stdout=subprocess.DEVNULL)
+    while not (tmp_path / STATES[0]).exists():
+        time.sleep(0.01)
+        assert process.poll() is None
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    run(tmp_path, recipe())
+    assert alike(undisturbed, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["short", "changed", "empty"])
+def test_a_torn_state_gives_way_to_the_one_before(undisturbed: Path, tmp_path: Path, damage: str) -> None:
+    run(tmp_path, recipe())
+    newest = max((tmp_path / name for name in STATES), key=lambda path: path.stat().st_mtime_ns)
+    content = newest.read_bytes()
+    changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+    newest.write_bytes({"short": content[:-100], "changed": changed, "empty": b""}[damage])
+    state = read_state(tmp_path)
+    assert state is not None
+    assert state.facts["step"] == STEPS - 1
+    (tmp_path / "last" / "model.safetensors").write_bytes(content[:50])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"part": "train", "st')
+    run(tmp_path, recipe())
+    assert alike(undisturbed, tmp_path)
+
+
+def test_the_best_is_what_validation_found_best(tmp_path: Path) -> None:
+    learner = run(tmp_path, recipe(ema=0), scores=[0.2, 0.5, 0.5])
+    assert learner.best is not None
+    assert (learner.best["step"], learner.best["accuracy"]) == (6, 0.5), "as good, with less loss"
+    learner = run(tmp_path / "falling", recipe(ema=0), scores=[0.2, 0.5, 0.3])
+    assert learner.best is not None
+    assert (learner.best["step"], learner.best["accuracy"]) == (4, 0.5)
+    last, best = (load_file(tmp_path / "falling" / kind / "model.safetensors") for kind in ("last", "best"))
+    assert same(last["head.weight"], learner.model.head.weight)
+    assert not same(best["head.weight"], learner.model.head.weight)
+
+
+def test_accumulated_parts_learn_the_same(tmp_path: Path) -> None:
+    model = {**learning.MODEL, "stem": "patch"}  # batch norm sees parts, not the batch
+    learners = [run(tmp_path / str(n), recipe(model=model, accumulate=n)) for n in (1, 4)]
+    whole, parts = (learner.model.state_dict() for learner in learners)
+    for name in whole:
+        torch.testing.assert_close(whole[name], parts[name], rtol=1e-3, atol=1e-5)
+
+
+def test_the_average_is_what_is_kept(tmp_path: Path) -> None:
+    learner = run(tmp_path, recipe())
+    assert learner.average is not None
+    kept = load_file(tmp_path / "last" / "model.safetensors")
+    assert all(same(kept[name], tensor) for name, tensor in learner.average.state_dict().items())
+    assert not same(kept["head.weight"], learner.model.head.weight)
+
+
+def test_a_loss_that_is_no_number_stops_and_says_where(tmp_path: Path) -> None:
+    small = recipe()
+    model = learning.tiny(small)
+    model.blocks[1].mlp.up.register_forward_hook(
+        lambda module, inputs, output: output * (math.nan if model.fail else 1)
+    )
+    model.fail = False
+
+    def objective(model: nn.Module, batch: object) -> Lesson:
+        model.calls += model.training
+        model.fail = model.calls >= 4
+        return classify()(model, batch)
+
+    model.calls = 0
+    with pytest.raises(
+        DivergedError, match=r"step 4: the loss is nan.* the layer blocks\.1\.mlp\.up\b.*--resume"
+    ):
+        run(tmp_path, small, model=model, objective=objective)
+    state = read_state(tmp_path)
+    assert state is not None
+    assert state.facts["step"] == 3
+    assert all(tensor.isfinite().all() for tensor in state.tensors.values() if tensor.is_floating_point())
+    assert all(p.isfinite().all() for p in vitrail.load(tmp_path / "last").parameters())
+
+
+def test_a_gradient_that_is_no_number_stops(tmp_path: Path) -> None:
+    model = learning.tiny(recipe())
+    model.head.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(DivergedError, match=r"the loss is 2\.\d+, .* the gradient of head\.weight"):
+        run(tmp_path, recipe(), model=model)
+
+
+def test_a_spike_of_the_loss_is_no_reason_to_stop(tmp_path: Path) -> None:
+    def objective(model: nn.Module, batch: object) -> Lesson:
+        lesson = classify()(model, batch)
+        return lesson._replace(loss=lesson.loss * 1e6) if model.training else lesson
+
+    assert run(tmp_path, recipe(), objective=objective).step == STEPS
+
+
+def test_metrics_and_tensorboard_say_the_same(undisturbed: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = accumulator.EventAccumulator(str(undisturbed / "tensorboard"))
+    board.Reload()
+    lines = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    for part, name in (("train", "loss"), ("train", "lr"), ("val", "accuracy")):
+        drawn = {event.step: event.value for event in board.Scalars(f"{part}/{name}")}
+        written = {line["step"]: line[name] for line in lines if line["part"] == part}
+        assert drawn == pytest.approx(written)
+    assert len(written) == 3
+
+
+def test_a_resumed_run_draws_nothing_twice(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(tmp_path, recipe(), steps=4)
+    (tmp_path / STATES[0]).unlink()
+    run(tmp_path, recipe())
+    board = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == sorted(set(range(1, STEPS + 1)))

@@ -1,0 +1,171 @@
+"""From a place of pictures to a run folder, on the digits that scikit-learn carries."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import vitrail
+from compare import same
+from learning import digits
+from vitrail.data.preprocess import Preprocess
+from vitrail.learn import fit
+from vitrail.learn.fit import Stopped
+from vitrail.learn.state import read_lines, read_state
+from vitrail.learn.train import train
+
+SHAPE = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
+SMALL = [*(f"model.{name}={value}" for name, value in SHAPE.items()), "batch=32", "precision=float32"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs/ will be."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> str:
+    """A hundred digits in an .npz."""
+    images, labels = digits()
+    pixels = ((images[:, 0] + 1) * 127.5).round().byte()
+    np.savez(tmp_path / "few.npz", images=pixels.numpy(), labels=labels.numpy())
+    return str(tmp_path / "few.npz")
+
+
+def test_the_built_in_digits(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = train(None, [*SMALL, "epochs=2"])
+    assert folder == Path("runs/digits")
+    said = capsys.readouterr().out
+    for expected in (
+        "preset digits: ",
+        "1,437 train, 180 val, 180 test, of 10 classes, seen at 8x8",
+        "2 epochs of 44 steps of 32, float32, processes: 1 (cpu)",
+        "epoch 2.0 of 2  step 88 of 88  loss ",
+        "held-out test pictures: loss ",
+        "all of it is in runs/digits",
+    ):
+        assert expected in said
+    for kind in ("last", "best"):
+        model = vitrail.load(folder / kind)
+        assert model.labels == tuple("0123456789")
+        assert model.preprocess == Preprocess(resize=(8, 8), interpolation="bicubic", mean=(0.5,), std=(0.5,))
+    state = read_state(folder)
+    assert state is not None
+    kept = vitrail.load(folder / "last").state_dict()
+    assert all(same(state.tensors[f"average/{name}"], tensor) for name, tensor in kept.items())
+    assert [line["step"] for line in read_lines(folder, 10**9) if line["part"] == "val"] == [44, 88]
+    assert json.loads((folder / "data.json").read_text())["bad"]["train"] == {}
+
+
+def test_a_second_run_has_a_folder_of_its_own(place: Path, pictures: str) -> None:
+    assert train(pictures, [*SMALL, "epochs=0.5"]) == Path("runs/few")
+    assert train(pictures, [*SMALL, "epochs=0.5"]) == Path("runs/few-2")
+    with pytest.raises(
+        ValueError, match="runs/few already holds a run; go on with --resume, or choose another --out"
+    ):
+        train(pictures, [*SMALL], out=Path("runs/few"))
+
+
+def test_stopped_and_resumed_is_the_same(place: Path, pictures: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an epoch, with augmentation and mixing; the recipe comes from the folder."""
+    asked = [*SMALL, "epochs=6", "augment.layers=2", "augment.erase=0.5", "mixup=0.2", "batch=16"]
+    train(pictures, asked, out=place / "undisturbed")
+    take_step, steps = fit.take_step, []
+
+    def interrupting(*arguments: object) -> object:
+        steps.append(arguments)
+        return {**take_step(*arguments), "stop": float(len(steps) == 7)}
+
+    monkeypatch.setattr(fit, "take_step", interrupting)
+    with pytest.raises(Stopped, match="after step 7 of"):
+        train(pictures, asked, out=place / "disturbed")
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    train(out=place / "disturbed", resume=True)
+    one, two = (read_state(place / name) for name in ("undisturbed", "disturbed"))
+    assert one is not None
+    assert two is not None
+    assert all(same(one.tensors[name], two.tensors[name]) for name in one.tensors)
+    assert one.facts["best"] == two.facts["best"]
+
+
+def test_resume_takes_the_latest_run_and_its_changes(place: Path, pictures: str) -> None:
+    with pytest.raises(
+        ValueError, match="there is no run in runs/ to go on with; name its folder with --out"
+    ):
+        train(resume=True)
+    with pytest.raises(ValueError, match="holds no run to go on with"):
+        train(out=place, resume=True)
+    train(pictures, [*SMALL, "epochs=1"])
+    assert train(assignments=["epochs=2"], resume=True) == Path("runs/few")
+    state = read_state(place / "runs" / "few")
+    assert state is not None
+    assert state.facts["step"] == 4
+
+
+def test_a_dry_run_writes_nothing(place: Path, pictures: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(place.rglob("*"))
+    assert train(pictures, [*SMALL, "minutes=1", "precision=auto"], dry_run=True) is None
+    said = capsys.readouterr().out
+    assert "80 train, 10 val, 10 test" in said
+    assert "preset small: 80 pictures are few to learn from scratch: convolutional stem" in said
+    assert "pictures/s, so about 1:00; " in said
+    assert "GiB of memory" in said
+    assert sorted(place.rglob("*")) == before
+
+
+def test_minutes_become_epochs_and_stay(place: Path, pictures: str) -> None:
+    folder = train(pictures, [*SMALL, "minutes=0.01", "precision=auto"])
+    assert folder is not None
+    text = (folder / "recipe.toml").read_text()
+    assert "minutes =" not in text
+    assert "auto" not in text
+    assert "epochs = " in text
+
+
+def test_from_weights_and_their_head_alone(
+    place: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(5)
+    start = vitrail.create("vit-ti/4", **SHAPE, image_size=8, classes=3)
+    vitrail.save(start, place / "start")
+    changes = ["epochs=1", "batch=16", "precision=float32", "learns=head", "ema=0"]
+    folder = train(pictures, changes, start=str(place / "start"))
+    assert folder is not None
+    assert "preset tune: " in capsys.readouterr().out
+    tuned = vitrail.load(folder / "last")
+    before = start.state_dict()
+    changed = {name for name, tensor in tuned.state_dict().items() if not (same(tensor, before[name]))}
+    assert changed == {"head.weight", "head.bias"}
+    assert tuned.preprocess == start.preprocess
+    assert tuned.labels == tuple("0123456789")
+
+
+def test_distilling_from_a_run(place: Path, pictures: str) -> None:
+    teacher = train(pictures, [*SMALL, "epochs=1"])
+    student = [*SMALL, "epochs=1", "model=deit-ti/4", "objective=distil-hard", f"teacher={teacher}"]
+    folder = train(pictures, [*student, "model.pool=class"])
+    assert folder is not None
+    assert vitrail.load(folder / "best").config.distillation_token
+
+
+@pytest.mark.parametrize(
+    ("given", "start", "message"),
+    [
+        (["batch=30", "accumulate=2"], None, "batch=30 does not divide"),
+        (["model=vit-tii/4"], None, "no model is called 'vit-tii/4'; did you mean 'vit-ti/"),
+        (["model.heds=2"], None, "no field 'heds'; did you mean 'heads'"),
+        (["model=vit-ti/4"], "somewhere", "are two beginnings; give one"),
+        ([], "nowhere", "nowhere"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_written(
+    place: Path, pictures: str, given: list[str], start: str | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(pictures, given, start=start)
+    assert not (place / "runs").exists()
