@@ -13,7 +13,7 @@ from torch import Tensor
 from compare import distance, same
 from vitrail.attention import BACKENDS, attend, attention_weights, backend, core, weigh
 
-ON_CPU = ("fused", "flash", "math", "explicit")
+ON_CPU = ("fused", "flash", "math", "explicit", "matmul")
 # batch, heads, queries, keys, width, value width
 SHAPES = [(2, 3, 5, 5, 8, 8), (1, 1, 1, 1, 1, 1), (2, 2, 3, 7, 4, 6), (1, 4, 9, 2, 5, 3)]
 
@@ -95,7 +95,7 @@ def test_the_formula(shape: tuple[int, ...], how: str) -> None:
     given = arguments(how, q, k)
     weights, expected = by_loops(q, k, v, **given)
     torch.testing.assert_close(attention_weights(q, k, **given), weights, rtol=1e-12, atol=1e-12)
-    for name in ("fused", "math", "explicit"):
+    for name in ("fused", "math", "explicit", "matmul"):
         with backend(name):
             torch.testing.assert_close(attend(q, k, v, **given), expected, rtol=1e-12, atol=1e-12)
 
@@ -182,7 +182,7 @@ def test_leading_dimensions_may_be_none_or_many() -> None:
     torch.testing.assert_close(attend(q, k, v), by_loops(*(x.double() for x in (q, k, v)))[1].float())
 
 
-@pytest.mark.parametrize("name", ["fused", "math", "explicit"])
+@pytest.mark.parametrize("name", ["fused", "math", "explicit", "matmul"])
 def test_leading_dimensions_broadcast(name: str) -> None:
     q, k, v = torch.randn(3, 2, 5, 8), torch.randn(2, 6, 8), torch.randn(1, 2, 6, 4)
     with backend(name):
@@ -215,14 +215,14 @@ def test_autocast() -> None:
     exact = attention_weights(q, k, bias=bias)
     with torch.autocast("cpu", torch.bfloat16):
         assert same(attention_weights(q, k, bias=bias), exact)
-        for name in ("fused", "math", "explicit"):
+        for name in ("fused", "math", "explicit", "matmul"):
             with backend(name):
                 found = attend(q, k, v, bias=bias)
             assert found.dtype == torch.bfloat16
             assert distance(found, expected) < 2e-2
 
 
-@pytest.mark.parametrize("name", ["fused", "math", "explicit"])
+@pytest.mark.parametrize("name", ["fused", "math", "explicit", "matmul"])
 def test_dropout_drops_weights_and_keeps_their_mean(name: str) -> None:
     """With values of the identity the output is the weights: zero, or 1 / (1 - p) times what they were."""
     draws, keys, p = 400, 16, 0.25
@@ -289,7 +289,7 @@ def test_a_mask_or_bias_of_any_shape_stays_on_the_fused_kernel(shape: tuple[int,
     torch.testing.assert_close(found, by_loops(q, k, v, bias=bias)[1].float())
 
 
-@pytest.mark.parametrize("name", ["fused", "explicit"])
+@pytest.mark.parametrize("name", ["fused", "explicit", "matmul"])
 @pytest.mark.parametrize("how", ["plain", "both", "causal"])
 def test_gradients_are_those_of_finite_differences(how: str, name: str) -> None:
     q, k, v = (x.requires_grad_() for x in qkv((1, 2, 3, 4, 3, 2)))
@@ -348,7 +348,7 @@ def test_a_masked_key_might_as_well_not_be_there(size: tuple[int, int, int], see
     torch.testing.assert_close(attend(q, k, v, mask=mask.expand(queries, -1)), expected)
 
 
-@pytest.mark.parametrize("name", ["fused", "math", "flash", "explicit"])
+@pytest.mark.parametrize("name", ["fused", "math", "flash", "explicit", "matmul"])
 def test_one_example_with_several_masks(name: str) -> None:
     q, k, v = torch.randn(3, 1, 3, 5, 8).unbind()
     mask = torch.rand(2, 1, 5, 5) > 0.3
@@ -368,6 +368,6 @@ def test_a_bias_too_great_for_half_precision_stays_finite(dtype: torch.dtype, fa
     bias[0] = far
     weights = attention_weights(q, q, bias=bias)
     assert torch.allclose(weights.sum(-1), torch.ones(1, 1, 4))
-    for name in ("fused", "math", "explicit"):
+    for name in ("fused", "math", "explicit", "matmul"):
         with backend(name):
             assert torch.allclose(attend(q, q, q, bias=bias).float(), weights @ q.float(), atol=2e-2)

@@ -125,7 +125,7 @@ def test_nobody_notices(changes: dict, training: bool) -> None:
         assert same(left, right)
 
 
-@pytest.mark.parametrize("name", ["fused", "math", "explicit"])
+@pytest.mark.parametrize("name", ["fused", "math", "explicit", "matmul"])
 def test_whatever_the_backend(name: str) -> None:
     model, images = small(), pictures()
     with vitrail.record(model) as expected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from vitrail.attention import backend
 from vitrail.data.seeds import mix
 from vitrail.learn.objectives import Lesson, Objective
 from vitrail.learn.optimiser import (
@@ -82,6 +83,11 @@ def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16")
 
 
+def kernels(recipe: Recipe) -> AbstractContextManager[None]:
+    """The attention backend that the recipe names; it must also last for the way back."""
+    return backend("fused" if recipe.attention == "auto" else recipe.attention)
+
+
 def take_step(
     taught: nn.Module,
     learner: Learner,
@@ -105,7 +111,8 @@ def take_step(
     figures: dict[str, Tensor] = {}
     for number, part in enumerate(parts, start=1):
         more = number < len(parts)  # gradients are exchanged once, with the last part's
-        with taught.no_sync() if more and isinstance(taught, DistributedDataParallel) else nullcontext():
+        alone = taught.no_sync() if more and isinstance(taught, DistributedDataParallel) else nullcontext()
+        with kernels(recipe), alone:
             with autocast(recipe, here.device):
                 lesson = taught(part)
             (lesson.loss / len(parts)).backward()
@@ -135,7 +142,7 @@ def validate(
     sums: dict[str, Tensor] = {}
     for batch in batches:
         (part,) = _parts(batch, 1, here.device)
-        with autocast(recipe, here.device):
+        with kernels(recipe), autocast(recipe, here.device):
             lesson = objective(model, part)
         figures = {"loss": lesson.loss, **lesson.figures, "count": torch.ones((), device=here.device)}
         for name, mean in figures.items():
@@ -173,7 +180,8 @@ def _diagnosis(
     ]
     plain = taught.module if isinstance(taught, DistributedDataParallel) else taught
     torch.manual_seed(mix(recipe.seed, learner.step, "noise", here.rank))
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), autocast(recipe, here.device):
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), eager, kernels(recipe), autocast(recipe, here.device):
         for part in parts:
             look("the pictures", part.images)
             plain(part)

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,19 @@ from vitrail.models import Model
 WARM_UP = 3  # steps that compile, allocate, and use up what the loader had ready
 STEPS = 12
 ENOUGH = 6.0  # seconds of measuring, after which fewer steps do
-CLEARLY = 0.95  # bfloat16 must take less than this of float32's time to be worth its rounding
+CLEARLY = 0.95  # what a later way must take at most of the time of those before, to be worth its rounding
+
+# Kind of device → what "auto" may become.
+WAYS: dict[str, tuple[dict[str, Any], ...]] = {
+    "cpu": (
+        {"precision": "float32", "attention": "fused"},
+        {"precision": "bfloat16", "attention": "matmul"},
+    ),
+    "cuda": (
+        {"precision": "float32", "attention": "fused"},
+        {"precision": "bfloat16", "attention": "fused"},
+    ),
+}
 
 
 class Pace(NamedTuple):
@@ -48,17 +60,21 @@ def pace(model: Model, objective: Objective, batches: Batches, recipe: Recipe, h
     return Pace((time.monotonic() - began) / (step + 1 - WARM_UP), _memory(here.device))
 
 
-def settle_precision(
+def settle(
     model: Model, objective: Objective, batches: Batches, recipe: Recipe, here: Processes
 ) -> tuple[Recipe, Pace]:
-    """The recipe with "auto" replaced by the faster precision, and the pace that it goes at."""
-    if recipe.precision != "auto":
-        return recipe, pace(model, objective, batches, recipe, here)
-    exact, half = (
-        (tried, pace(model, objective, batches, tried, here))
-        for tried in (replace(recipe, precision="float32"), replace(recipe, precision="bfloat16"))
-    )
-    return half if half[1].seconds < CLEARLY * exact[1].seconds else exact
+    """The recipe with "auto" replaced by what was fastest, and the pace that it goes at."""
+    ways: list[Recipe] = []
+    for way in WAYS.get(here.device.type, WAYS["cuda"]):
+        asked = {name: value for name, value in way.items() if getattr(recipe, name) == "auto"}
+        if (chosen := replace(recipe, **asked)) not in ways:
+            ways.append(chosen)
+    best, measured = ways[0], pace(model, objective, batches, ways[0], here)
+    for other in ways[1:]:
+        faster = pace(model, objective, batches, other, here)
+        if faster.seconds < CLEARLY * measured.seconds:
+            best, measured = other, faster
+    return best, measured
 
 
 def _memory(device: torch.device) -> int:

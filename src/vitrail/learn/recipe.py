@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vitrail.attention import BACKENDS
 from vitrail.data.augment import Augment
 from vitrail.learn.objectives import OBJECTIVES
 from vitrail.learn.optimiser import Part
@@ -70,13 +71,18 @@ class Recipe:
 
     # the machine
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the faster, measured at the start
+    attention: str = "auto"  # a key of attention.BACKENDS; auto: the fastest, measured at the start
     compile: bool = False
     checkpoint_blocks: bool = False  # less memory for more time
     save_seconds: float = 60.0  # between states to resume from, besides those of each epoch
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
-        for name, known in (("preset", PRESETS), ("objective", OBJECTIVES)):
+        for name, known in (
+            ("preset", PRESETS),
+            ("objective", OBJECTIVES),
+            ("attention", ("auto", *BACKENDS)),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(unknown(name, getattr(self, name), known))
         for name, (low, high) in BOUNDS.items():

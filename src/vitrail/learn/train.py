@@ -24,7 +24,7 @@ from vitrail.learn.fit import fit
 from vitrail.learn.learner import begin, validate
 from vitrail.learn.objectives import OBJECTIVES, Objective, mix_pairs
 from vitrail.learn.optimiser import freeze
-from vitrail.learn.pace import Pace, settle_precision
+from vitrail.learn.pace import Pace, settle
 from vitrail.learn.processes import Processes, agreed, processes
 from vitrail.learn.progress import clock, told
 from vitrail.learn.recipe import Recipe, changes, choose, layered, preset, read, to_toml
@@ -271,8 +271,7 @@ def _settle(setting: Setting, *, dry_run: bool) -> tuple[Setting, Pace | None]:
     if not (dry_run or recipe.minutes or recipe.precision == "auto"):
         return setting, None
     recipe, measured = agreed(
-        settle_precision(setting.model, setting.objective, setting.batches, recipe, setting.here),
-        setting.here,
+        settle(setting.model, setting.objective, setting.batches, recipe, setting.here), setting.here
     )
     if recipe.minutes is not None:
         epochs = 60 * recipe.minutes / _epoch_seconds(setting, measured)
