@@ -24,19 +24,27 @@ FORMATS = ("vitrail", "transformers", "timm", "torchvision", "npz")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; 0 when it worked, 2 when what was given does not work, 130 when interrupted."""
-    options = vars(_parser().parse_args(arguments))
+    parser = _parser()
+    found, rest = parser.parse_known_args(arguments)
+    options = vars(found)
+    # argparse takes words only up to the next option; changes to a recipe may come after it too.
+    if "words" in options and all("=" in word and word[0] != "-" for word in rest):
+        options["words"] += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     command = options.pop("command")
     warnings.showwarning = _say_warning
     try:
         return command(**options) or 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:  # a run that was stopped says how to go on
+        _complain(error if error.args else "interrupted")
         return 130
     except BrokenPipeError:  # the reader has seen enough, as in `vitrail models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         _complain(f"{error.filename}: {error.strerror}" if error.filename else error)
         return 2
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         _complain(error)
         return 2
     return 0
@@ -53,11 +61,81 @@ def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vitrail",
-        description="Attention models: build, convert, look inside.",
+        description="Attention models: train, judge, convert, look inside.",
         epilog="`vitrail COMMAND --help` tells more of a command.",
     )
     parser.add_argument("--version", action="version", version=f"vitrail {vitrail.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = commands.add_parser(
+        "train",
+        help="from pictures to a trained model and a report",
+        description="Trains on labelled pictures and leaves a run folder with the best model, its figures "
+        "on pictures kept apart, and report.html. What is not said is chosen, and told.",
+        epilog="Pictures: a folder with a folder for each class, a table (.csv, .parquet), IDX files, an .npz, "
+        "tar shards, a folder of datasets; without any, handwritten digits. Fields: those of a run's "
+        "recipe.toml, such as epochs=30, minutes=10, model=vit-ti/4, augment.flip=0, image_size=160.",
+    )
+    train.add_argument("words", nargs="*", metavar="PICTURES|RECIPE.toml|FIELD=VALUE", help="see below")
+    train.add_argument("--from", dest="start", metavar="MODEL", help="fine-tune a folder, file or hub id")
+    train.add_argument("--out", type=Path, metavar="DIR", help="the run folder (default: a new one in runs/)")
+    train.add_argument("--resume", action="store_true", help="go on in the run folder, by default the latest")
+    train.add_argument("--strict", action="store_true", help="refuse pictures that cannot be read")
+    train.add_argument("--dry-run", action="store_true", help="only say what would happen, and how long")
+    train.set_defaults(command=train_on)
+
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="the figures of a model on labelled pictures",
+        description="Accuracy with its interval, figures of each class, confusion and calibration.",
+    )
+    evaluate.add_argument("source", metavar="MODEL", help="a run folder, a folder, a file, or a hub id")
+    evaluate.add_argument(
+        "place", nargs="?", metavar="PICTURES", help="as for train (default: those a run kept apart)"
+    )
+    evaluate.add_argument("--split", help="test, val or train (default: the first of them that there is)")
+    evaluate.add_argument("--report", type=Path, metavar="FILE", help="also write the report, as HTML")
+    evaluate.add_argument("--json", dest="as_json", action="store_true", help="the figures as JSON")
+    evaluate.set_defaults(command=evaluate_on)
+
+    predict = commands.add_parser(
+        "predict",
+        help="answers for any pictures, in their order",
+        description="Answers for pictures, written while they come. A file that cannot be read gets a row "
+        "that says why, and the exit code 2.",
+    )
+    predict.add_argument("source", metavar="MODEL", help="a run folder, a folder, a file, or a hub id")
+    predict.add_argument("pictures", nargs="+", metavar="PICTURES", help="files, or folders of them")
+    predict.add_argument(
+        "--out", default="-", metavar="FILE", help="a .csv, .jsonl or .parquet (default: CSV, printed)"
+    )
+    predict.add_argument(
+        "--top", type=_count, default=5, metavar="N", help="how many classes of each (default: %(default)s)"
+    )
+    predict.set_defaults(command=predict_of)
+
+    probe = commands.add_parser(
+        "probe",
+        help="what a model's features are worth on pictures of one's own",
+        description="Nearest neighbours and a linear probe on frozen features: what the model knows without "
+        "being trained further.",
+    )
+    probe.add_argument("source", metavar="MODEL", help="a run folder, a folder, a file, or a hub id")
+    probe.add_argument("place", metavar="PICTURES", help="labelled ones, as for train")
+    probe.add_argument("--json", dest="as_json", action="store_true", help="all figures as JSON")
+    probe.set_defaults(command=probe_on)
+
+    for judging in (evaluate, predict, probe):
+        judging.add_argument(
+            "--batch",
+            type=_count,
+            default=64,
+            metavar="N",
+            help="pictures at a time, in each process (default: %(default)s)",
+        )
+        judging.add_argument(
+            "--workers", type=_count, metavar="N", help="threads that decode (default: one for each core)"
+        )
 
     models = commands.add_parser(
         "models",
@@ -123,6 +201,67 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count; write 1 or more")
     return int(text)
+
+
+def train_on(
+    words: Sequence[str], start: str | None, out: Path | None, resume: bool, strict: bool, dry_run: bool
+) -> None:
+    """`vitrail train`: one word may say what to train on, the others change the recipe."""
+    from vitrail.learn.train import train
+
+    sources = [word for word in words if "=" not in word or Path(word).exists()]
+    if len(sources) > 1:
+        raise ValueError(
+            f"{' and '.join(sources)}: pictures or a recipe are one place; changes are written field=value"
+        )
+    train(
+        sources[0] if sources else None,
+        [word for word in words if word not in sources],
+        start=start,
+        out=out,
+        resume=resume,
+        strict=strict,
+        dry_run=dry_run,
+    )
+
+
+def evaluate_on(
+    source: str,
+    place: str | None,
+    split: str | None,
+    report: Path | None,
+    as_json: bool,
+    batch: int,
+    workers: int | None,
+) -> None:
+    """`vitrail evaluate`: figures, as a table or JSON."""
+    from vitrail.learn.evaluate import evaluate
+    from vitrail.learn.measure import table
+
+    figures = evaluate(source, place, split=split, batch=batch, workers=workers, report=report)
+    if figures is not None:
+        print(json.dumps(figures.to_dict()) if as_json else table(figures))
+
+
+def predict_of(
+    source: str, pictures: Sequence[str], out: str, top: int, batch: int, workers: int | None
+) -> int:
+    """`vitrail predict`: a row for each picture."""
+    from vitrail.learn.predict import predict
+
+    unread = predict(source, pictures, out, top=top, batch=batch, workers=workers)
+    if unread:
+        _complain(f"{unread:,} of the pictures could not be read; their rows say why, as error")
+    return 2 if unread else 0
+
+
+def probe_on(source: str, place: str, as_json: bool, batch: int, workers: int | None) -> None:
+    """`vitrail probe`: what frozen features are worth."""
+    from vitrail.learn.probe import probe
+
+    found = probe(source, place, batch=batch, workers=workers)
+    if found is not None:
+        print(json.dumps(found.to_dict()) if as_json else found)
 
 
 def list_models(names: Sequence[str], image_size: tuple[int, int] | None, as_json: bool) -> None:

@@ -22,18 +22,21 @@ from vitrail.data.seeds import mix
 from vitrail.data.sources import Dataset, Pictures, complete, open_source
 from vitrail.learn.fit import fit
 from vitrail.learn.learner import begin, validate
+from vitrail.learn.measure import answers, measure, table
 from vitrail.learn.objectives import OBJECTIVES, Objective, mix_pairs
 from vitrail.learn.optimiser import freeze
 from vitrail.learn.pace import Pace, settle
 from vitrail.learn.processes import Processes, agreed, processes
 from vitrail.learn.progress import clock, told
 from vitrail.learn.recipe import Recipe, changes, choose, layered, preset, read, to_toml
-from vitrail.learn.state import RECIPE, STATES, locked, write_text
+from vitrail.learn.report import write_report
+from vitrail.learn.state import FINDINGS, RECIPE, STATES, locked, write_text
 from vitrail.models import Model, create
 from vitrail.weights import load
 
 RUNS = Path("runs")
-FINDINGS = "data.json"
+FIGURES = "figures.json"
+REPORT = "report.html"
 LOOKED_AT = 32  # pictures whose sizes tell the size of all
 NATIVE = 64  # pictures no larger than this are taken as they are
 HEADING = "Written by vitrail train, complete. Go on with: vitrail train --resume --out {folder}"
@@ -103,6 +106,11 @@ def train(
         if resume:
             folder = agreed(out or _latest(), here)
             values = [read(_recipe_in(folder)), asked]
+            if source is not None:
+                raise ValueError(
+                    f"a run goes on with its own pictures and recipe; leave {source} out, and name the run "
+                    f"folder with --out ({folder} is meant now)"
+                )
         else:
             values = [*_from_source(source), asked]
             folder = agreed(out or _unused(str(layered(*values).data)), here)
@@ -139,11 +147,24 @@ def train(
         )
         say(f"trained for {clock(learner.seconds)}; best validation: {told(learner.best or {})}")
         agreed(None, here)  # nobody reads before the first has written
-        if "test" in setting.loaders:
-            best = load(folder / "best").to(here.device)
-            say(f"held-out test pictures: {told(setting.score(best, 'test'))}")
-        say(f"all of it is in {folder}")
+        _judge(setting, folder, say)
     return folder
+
+
+def _judge(setting: Setting, folder: Path, say: Callable[[str], None]) -> None:
+    """The figures of the best model on pictures that it has not learned from, told and written."""
+    best = load(folder / "best").to(setting.here.device)
+    split = "test" if "test" in setting.loaders else "val"
+    what = f"{split} of {setting.dataset.place}"
+    if split == "val":
+        what += ", on which the best epoch was chosen"
+    given = answers(best, setting.loaders[split], setting.here)
+    if not setting.here.first:
+        return
+    figures = measure(given, setting.dataset.splits[split], what)
+    write_text(folder / FIGURES, json.dumps(figures.to_dict(), indent=1) + "\n")
+    write_report(folder / REPORT, best, setting.dataset.splits[split], figures, run=folder)
+    say(f"\n{table(figures)}\n\nreport     {folder / REPORT}")
 
 
 def _silent(_: str) -> None:

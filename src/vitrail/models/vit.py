@@ -33,6 +33,7 @@ class ViTConfig:
     channels: int = 3
     classes: int = 1000  # 0: forward gives features
     stem: Literal["patch", "conv", "resnet"] = "patch"
+    stem_convolutions: int = 1  # for each halving by the convolutional stem
     resnet_units: tuple[int, ...] = ()  # units in each ResNet stage of a hybrid
     pool: Literal["class", "mean", "attention", "class+mean"] = "class"
     class_token: bool = True
@@ -99,7 +100,7 @@ class ViTConfig:
 
 # The least value of fields → their names.
 LEAST = {
-    1: ("width", "depth", "heads", "mlp_width", "patch", "image_size", "channels"),
+    1: ("width", "depth", "heads", "mlp_width", "patch", "image_size", "channels", "stem_convolutions"),
     0: ("classes", "registers", "representation", "resnet_units"),
 }
 
@@ -253,7 +254,7 @@ def _patches_after_convolutions(config: ViTConfig) -> Patches:
     if config.patch[0] != config.patch[1]:
         raise ValueError(f"a convolutional stem needs square patches; got {config.patch}")
     stride = config.patch[0]
-    stem = ConvolutionalStem(config.channels, config.width, stride)
+    stem = ConvolutionalStem(config.channels, config.width, stride, each=config.stem_convolutions)
     return Patches(config.width, config.width, config.patch, stem=stem, stem_stride=stride)
 
 

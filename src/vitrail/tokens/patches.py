@@ -63,9 +63,10 @@ class ConvolutionalStem(nn.Sequential):
     """3x3 convolutions of stride 2, doubling channels: (batch, channels, h, w) → (batch, width, h/s, w/s).
 
     Gives a ViT the locality that little data does not teach it (Xiao et al. 2021).
+    each: convolutions at every size, of which the first halves it.
     """
 
-    def __init__(self, channels: int, width: int, stride: int) -> None:
+    def __init__(self, channels: int, width: int, stride: int, *, each: int = 1) -> None:
         steps = stride.bit_length() - 1
         if stride < 2 or stride != 1 << steps:
             raise ValueError(f"a convolutional stem halves the image; stride {stride} is no power of 2")
@@ -77,10 +78,11 @@ class ConvolutionalStem(nn.Sequential):
         layers: list[nn.Module] = []
         for step in range(steps):
             wide = width >> (steps - 1 - step)
-            layers += [
-                nn.Conv2d(channels, wide, 3, stride=2, padding=1, bias=False),
-                nn.BatchNorm2d(wide),
-                nn.ReLU(inplace=True),
-            ]
-            channels = wide
+            for number in range(each):
+                layers += [
+                    nn.Conv2d(channels, wide, 3, stride=1 if number else 2, padding=1, bias=False),
+                    nn.BatchNorm2d(wide),
+                    nn.ReLU(inplace=True),
+                ]
+                channels = wide
         super().__init__(*layers)
