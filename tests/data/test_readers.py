@@ -116,6 +116,34 @@ def test_a_folder_that_datasets_saved(hugging_face, tmp_path):
     assert open_source(tmp_path / "one").splits["train"].labels.tolist() == [1, 0, 1]  # zebra and cow
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("state.json", "{}", r"state\.json is damaged: expected .* JSON with a list of '_data_files'"),
+        ("state.json", '{"_data_files": [3]}', r"state\.json is damaged"),
+        ("dataset_dict.json", "{", r"dataset_dict\.json is damaged: .* a list of 'splits'"),
+        ("dataset_dict.json", "[]", r"dataset_dict\.json is damaged"),
+        ("state.json", '{"_data_files": [{"filename": "a.arrow"}]}', r"a\.arrow cannot be read: "),
+        ("state.json", '{"_data_files": []}', "holds no labelled pictures"),
+    ],
+)
+def test_what_datasets_did_not_write_is_named(tmp_path, name, content, says):
+    (tmp_path / name).write_text(content)
+    (tmp_path / "a.arrow").write_bytes(b"no arrow at all")
+    with pytest.raises(ValueError, match=says):
+        open_source(tmp_path)
+
+
+def test_a_label_beyond_the_names_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"img": [b"1", b"2"], "label": [0, 2]})
+    about = {"info": {"features": {"label": {"names": ["ant", "cow"]}}}}
+    table = table.replace_schema_metadata({"huggingface": json.dumps(about)})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet .* has the label 2; expected 0 to 1, for ant …"):
+        open_source(tmp_path / "a.parquet")
+
+
 def test_parquet_as_the_hub_has_it(hugging_face, tmp_path):
     (tmp_path / "data").mkdir()
     for split, dataset in hugging_face.items():
@@ -130,13 +158,21 @@ def test_parquet_as_the_hub_has_it(hugging_face, tmp_path):
         ("path,label\n1.png", "'1.png' is not one value each of path, label"),
         ("path,label,split\n1.png,a,half", r"has the splits \['half'\]; expected train, val and test"),
         ("", r"has the columns \(none\); expected path"),
-        ("path,label\n", "holds no labelled pictures"),
+        ("path,label\n", "holds no labelled pictures; it was read as a table"),
+        ("path,label\n" + "x" * 200_000 + ",a", r"a\.csv cannot be read: field larger than"),
     ],
 )
 def test_tables_that_are_refused(tmp_path, text, says):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(ValueError, match=says):
         open_source(tmp_path / "a.csv")
+
+
+def test_text_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("path,label\na.png,b", encoding="utf-16")
+    for place in (tmp_path, tmp_path / "a.csv"):
+        with pytest.raises(ValueError, match=r"a\.csv cannot be read: it is no text in UTF-8; save it as"):
+            open_source(place)
 
 
 def test_a_missing_package_is_named_with_the_way_to_get_it(tmp_path, monkeypatch):
@@ -180,7 +216,8 @@ def test_idx(tmp_path, ending):
     [
         (b"\x89PNG....", "begins with the bytes 89 50 4e 47; expected 00 00 08"),
         (idx(noise(3, 5, 4))[:-1], "holds 59 values; its header says 3 x 5 x 4"),
-        (b"\0\0\x08\x03\0\0", "cannot be read"),
+        (b"\0\0\x08", "images-idx3-ubyte cannot be read: it ends after 3 bytes, before its header does"),
+        (b"\0\0\x08\x03\0\0", "it ends after 6 bytes"),
         (idx(noise(2, 5, 4)), "labels are 3; expected"),
     ],
 )
@@ -189,6 +226,17 @@ def test_idx_that_is_damaged(tmp_path, data, says):
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.uint8([0, 1, 2])))
     with pytest.raises(ValueError, match=says):
         open_source(tmp_path)
+
+
+def test_idx_needs_labels_that_it_can_name(tmp_path):
+    place = tmp_path / "fashion"
+    place.mkdir()
+    (place / "train-images-idx3-ubyte").write_bytes(idx(noise(2, 5, 4)))
+    with pytest.raises(ValueError, match="has no labels beside it; expected them in train-labels-idx1-ubyte"):
+        open_source(place)
+    (place / "train-labels-idx1-ubyte").write_bytes(idx(np.uint8([3, 10])))
+    with pytest.raises(ValueError, match=r"labels-idx1-ubyte .* has the label 10; expected 0 to 9, for T-"):
+        open_source(place)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +322,16 @@ def test_shards(tmp_path):
     assert counts(open_source(tmp_path / "train-0001.tar")) == {"train": 1}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("a.tar", "tar shards"), ("a.npz", "an .npz file")])
-def test_damaged_archives_say_so(tmp_path, name, kind):
+@pytest.mark.parametrize("name", ["a.tar", "a.npz", "a.parquet", "train-images-idx3-ubyte.gz"])
+def test_damaged_archives_say_so(tmp_path, name):
     (tmp_path / name).write_bytes(b"PK\3\4 no archive of any kind" * 40)
-    with pytest.raises(ValueError, match=f"{name}, {kind}.*cannot be read: "):
-        open_source(tmp_path / name)
+    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.uint8([1]))))
+    with pytest.raises(ValueError, match=f"{name} cannot be read: "):
+        open_source(tmp_path if name.endswith("gz") else tmp_path / name)
+
+
+def test_an_array_alone_is_no_npz(tmp_path):
+    with (tmp_path / "a.npz").open("wb") as file:
+        np.save(file, noise(3, 5, 4))
+    with pytest.raises(ValueError, match="no archive of arrays as numpy"):
+        open_source(tmp_path / "a.npz")

@@ -70,17 +70,20 @@ def examine(
     unreadable = _unreadable(stores, bad)
     for split, of_class in counts.items():
         if not any(of_class.values()):
-            raise ValueError(f"no picture of {split} can be read: {unreadable}")
+            raise ValueError(f"no picture of {split} can be read\n{unreadable}")
     if unreadable and strict:
-        raise ValueError(f"{unreadable}; repair or remove them, or leave them out by not asking to be strict")
-    if len(next(iter(counts.values()))) < 2:
-        raise ValueError(
-            f"there is only one class, {', '.join(next(iter(counts.values())))}; expected two or more"
-        )
+        raise ValueError(f"{unreadable}\nRepair or remove them, or leave them out by not asking to be strict")
+    refuse_one_class([*next(iter(counts.values()))])
     copies = [places for places in same.values() if len(places) > 1]
     notes = [f"left out: {unreadable}"] if unreadable else []
     notes += [*_copied(stores, copies), *_unbalanced(counts.get("train", {}))]
     return Findings(counts, bad, tuple(notes))
+
+
+def refuse_one_class(classes: Sequence[str]) -> None:
+    """Nothing can be told from a single class."""
+    if len(classes) < 2:
+        raise ValueError(f"there is only one class, {', '.join(classes)}; expected two or more")
 
 
 def _look(stores: Mapping[str, Store], places: Sequence[Place]) -> list[tuple[bytes, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.readers import DAMAGED, KINDS
+from vitrail.data.readers import KINDS
 from vitrail.data.readers.found import Found, Rows, read_file
 from vitrail.words import unknown
 
@@ -74,10 +75,7 @@ def open_source(place: str | os.PathLike[str], *, classes: Sequence[str] = ()) -
     kind = next((kind for kind in KINDS if kind.fits(path)), None)
     if kind is None:
         raise ValueError(_unrecognised(path))
-    try:
-        found = kind.read(path)
-    except DAMAGED as error:
-        raise ValueError(f"{place}, {kind.what}, cannot be read: {error}") from error
+    found = kind.read(path)
     names, notes = _classes(found, classes)
     splits = {split: _pictures(rows, names, found.read) for split, rows in found.splits.items()}
     for split, pictures in splits.items():
@@ -86,7 +84,7 @@ def open_source(place: str | os.PathLike[str], *, classes: Sequence[str] = ()) -
             notes.append(f"{unlabelled:,} pictures of {split} have no label and are left out")
     splits = {split: splits[split] for split in ("train", "val", "test") if len(splits.get(split, ()))}
     if not splits:
-        raise ValueError(f"{place}, {kind.what}, holds no labelled pictures")
+        raise ValueError(f"{place} holds no labelled pictures; it was read as {kind.what}")
     return Dataset(str(place), kind.what, names, splits, (*found.notes, *notes))
 
 
@@ -100,14 +98,16 @@ def complete(dataset: Dataset, *, seed: int = 0, shares: Mapping[str, float] | N
     """The same with the splits it lacks, cut from its training pictures: by default a tenth for each.
 
     Every class gives its share as nearly as whole pictures allow, and keeps one at least for training.
-    shares: split → part of the training pictures, for those splits only that are wanted.
+    A split that would get no picture at all is refused. shares: split → part of the training pictures,
+    for those splits only that are wanted.
     """
     shares = {"val": 0.1, "test": 0.1} if shares is None else shares
     wanted = {split: share for split, share in shares.items() if split not in dataset.splits}
     if not wanted:
         return dataset
-    if min(wanted.values()) < 0 or sum(wanted.values()) >= 1:
-        raise ValueError(f"splits get {wanted} of the training pictures; expected parts that leave a rest")
+    if min(wanted.values()) <= 0 or sum(wanted.values()) >= 1:
+        parts = " and ".join(f"{share:g} for {split}" for split, share in wanted.items())
+        raise ValueError(f"{parts} of the training pictures are asked for; expected parts that leave a rest")
     if "train" not in dataset.splits:
         raise ValueError(f"{dataset.place} has no training pictures, only {', '.join(dataset.splits)}")
     train = dataset.splits["train"]
@@ -119,6 +119,11 @@ def complete(dataset: Dataset, *, seed: int = 0, shares: Mapping[str, float] | N
         counts = _quotas(torch.bincount(train.labels, minlength=len(rest)).tolist(), share)
         counts = [min(count, max(len(of_class) - 1, 0)) for count, of_class in zip(counts, rest, strict=True)]
         given = torch.cat([of_class[:count] for of_class, count in zip(rest, counts, strict=True)])
+        if not len(given):
+            raise ValueError(
+                f"{dataset.place} has {len(train):,} training pictures of {len(rest):,} classes, too few to "
+                f"keep {share:.3g} of them apart; {math.ceil(1 / min(wanted.values())):,} of each would do"
+            )
         rest = [of_class[count:] for of_class, count in zip(rest, counts, strict=True)]
         splits[split] = train.select(given.sort().values)
     splits = {**dataset.splits, **splits, "train": train.select(torch.cat(rest).sort().values)}

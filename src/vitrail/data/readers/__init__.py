@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import tarfile
-import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +35,3 @@ KINDS = (
     ),
     Kind('"digits": handwritten digits that scikit-learn carries', arrays.is_digits, arrays.read_digits),
 )
-
-# What readers of damaged files raise, beside OSError, which says enough.
-DAMAGED = (ValueError, tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, csv.Error)

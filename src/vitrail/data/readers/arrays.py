@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Sequence
+import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from vitrail.data.readers.found import Found, Rows, files_of, need, split_named
+from vitrail.data.readers.found import Found, Rows, files_of, label_named, need, reading, split_named
 
 # Arrays of an .npz file: split → names of pictures and labels.
 ARRAYS = {
@@ -39,13 +38,15 @@ def read_idx(place: Path) -> Found:
     found = Found(classes=names)
     for path in files_of(place, "*images*idx?-ubyte", "*images*idx?-ubyte.gz"):
         labels = path.with_name(re.sub(r"idx\d", "idx1", path.name.replace("images", "labels")))
-        numbers = _idx_array(labels).tolist()
+        if not labels.is_file():
+            raise ValueError(f"{path} has no labels beside it; expected them in {labels.name}")
         split = split_named(path.name)
         if split in found.splits:
-            raise ValueError(
-                f"{path.name} is a second file of pictures for {split}; keep one set in a folder"
-            )
-        found.splits[split] = _array_rows(path.name, _idx_array(path), numbers, names)
+            raise ValueError(f"{path} is a second file of pictures for {split}; keep one set in a folder")
+        with reading(labels):
+            numbers = [label_named(number, names) for number in _idx_array(labels).tolist()]
+        with reading(path):
+            found.splits[split] = _array_rows(path.name, _idx_array(path), numbers)
     return found
 
 
@@ -54,14 +55,15 @@ def _idx_array(path: Path) -> np.ndarray:
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if data[:3] != b"\0\0\x08":
         raise ValueError(
-            f"{path} begins with the bytes {data[:4].hex(' ')}; expected 00 00 08, an IDX file of bytes"
+            f"it begins with the bytes {data[:4].hex(' ')}; expected 00 00 08, an IDX file of bytes"
         )
-    shape = np.frombuffer(data, ">u4", data[3], offset=4)
-    values = np.frombuffer(data, np.uint8, offset=4 + 4 * data[3])
+    header = 4 + 4 * int.from_bytes(data[3:4], "big")
+    if len(data) < header:
+        raise ValueError(f"it ends after {len(data)} bytes, before its header does")
+    shape = np.frombuffer(data[4:header], ">u4")
+    values = np.frombuffer(data[header:], np.uint8)
     if len(values) != shape.prod():
-        raise ValueError(
-            f"{path} holds {len(values):,} values; its header says {' x '.join(map(str, shape))}"
-        )
+        raise ValueError(f"it holds {len(values):,} values; its header says {' x '.join(map(str, shape))}")
     return values.reshape(shape)
 
 
@@ -73,15 +75,18 @@ def is_npz(place: Path) -> bool:
 def read_npz(place: Path) -> Found:
     """Arrays of pictures and of labels under one of the usual pairs of names."""
     found = Found()
-    with place.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        for split, pairs in ARRAYS.items():
-            for pictures, labels in pairs:
-                if pictures in arrays and labels in arrays:
-                    numbers = arrays[labels].reshape(-1).tolist()
-                    found.splits[split] = _array_rows(place.name, arrays[pictures], numbers)
-        if not found.splits:
-            known = ", ".join("/".join(pair) for pairs in ARRAYS.values() for pair in pairs)
-            raise ValueError(f"{place} holds the arrays {', '.join(arrays)}; expected pairs of: {known}")
+    with reading(place):
+        if not zipfile.is_zipfile(place):
+            raise ValueError("it is damaged, or no archive of arrays as numpy.savez writes them")
+        with np.load(place, allow_pickle=False) as arrays:
+            for split, pairs in ARRAYS.items():
+                for pictures, labels in pairs:
+                    if pictures in arrays and labels in arrays:
+                        numbers = [label_named(number) for number in arrays[labels].reshape(-1).tolist()]
+                        found.splits[split] = _array_rows(place.name, arrays[pictures], numbers)
+            if not found.splits:
+                known = ", ".join("/".join(pair) for pairs in ARRAYS.values() for pair in pairs)
+                raise ValueError(f"it holds the arrays {', '.join(arrays)}; expected pairs of: {known}")
     return found
 
 
@@ -94,18 +99,16 @@ def read_digits(place: Path) -> Found:
     """1,797 handwritten digits of 8x8 pixels from 0 to 16, which scikit-learn carries."""
     digits = need("sklearn.datasets", "the digits").load_digits()
     pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
-    return Found({"train": _array_rows("digits", pixels, digits.target.tolist())})
+    return Found({"train": _array_rows("digits", pixels, list(map(str, digits.target)))})
 
 
-def _array_rows(name: str, pixels: np.ndarray, labels: list[Any], classes: Sequence[str] = ()) -> Rows:
+def _array_rows(name: str, pixels: np.ndarray, labels: list[str | None]) -> Rows:
     """pixels: (pictures, height, width), or with channels last; or first, if only that can be meant."""
     if pixels.ndim == 4 and pixels.shape[1] in (1, 3) and pixels.shape[3] not in (1, 3):
         pixels = np.moveaxis(pixels, 1, 3)
     if pixels.ndim not in (3, 4) or len(pixels) != len(labels):
         raise ValueError(
-            f"{name}: pictures are {pixels.shape}, labels are {len(labels):,}; expected (pictures, height, "
-            "width) or (pictures, height, width, channels), and a label for each"
+            f"pictures are {pixels.shape}, labels are {len(labels):,}; expected (pictures, height, width) or "
+            "(pictures, height, width, channels), and a label for each"
         )
-    rows = range(len(labels))
-    pixels = np.ascontiguousarray(pixels)
-    return Rows(pixels, [f"{name}[{i}]" for i in rows], [str(classes[n] if classes else n) for n in labels])
+    return Rows(np.ascontiguousarray(pixels), [f"{name}[{i}]" for i in range(len(labels))], labels)

@@ -21,7 +21,7 @@ def read_folders(place: Path) -> Found:
     folders = _split_folders(place) or [("train", place)]
     names = sorted({of_class.name for _, folder in folders for of_class in _folders(folder)})
     if SPLITS.keys() >= {name.lower() for name in names}:
-        raise ValueError(f"expected a folder for each class inside of {', '.join(names)}")
+        raise ValueError(f"{place}: expected a folder for each class inside of {', '.join(names)}")
     found.classes = tuple(names)
     beside = {folder.name for folder in _folders(place)} - {folder.name for _, folder in folders}
     if folders[0][1] != place and beside:

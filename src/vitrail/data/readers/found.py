@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -57,6 +58,20 @@ class Found:
             column.append(value)
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Names the file in whatever goes wrong while it is read."""
+    try:
+        yield
+    except (ImportError, MemoryError):  # no fault of the file
+        raise
+    except UnicodeError as error:
+        raise ValueError(f"{path} cannot be read: it is no text in UTF-8; save it as that") from error
+    except Exception as error:  # a damaged file leads to almost anything
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read: {reason}") from error
+
+
 def need(module: str, what: str) -> Any:
     """A module of the extra packages."""
     try:
@@ -92,6 +107,8 @@ def roles_of(header: Sequence[str]) -> dict[str, str]:
 def label_named(value: Any, names: Sequence[str] = ()) -> str | None:
     """The name of a class; None where nothing is said, for which datasets writes -1."""
     if names and isinstance(value, int):
+        if value >= len(names):
+            raise ValueError(f"it has the label {value}; expected 0 to {len(names) - 1}, for {names[0]} …")
         return names[value] if value >= 0 else None
     return None if value is None else str(value).strip() or None
 

@@ -7,7 +7,15 @@ import tarfile
 from collections import defaultdict
 from pathlib import Path
 
-from vitrail.data.readers.found import Found, files_of, is_picture, label_named, roles_of, split_named
+from vitrail.data.readers.found import (
+    Found,
+    files_of,
+    is_picture,
+    label_named,
+    reading,
+    roles_of,
+    split_named,
+)
 
 
 def is_shards(place: Path) -> bool:
@@ -20,7 +28,7 @@ def read_shards(place: Path) -> Found:
     found = Found(read=_read_member)
     for path in files_of(place, "*.tar"):
         samples: dict[str, dict[str, tuple[str, int, int]]] = defaultdict(dict)
-        with tarfile.open(path, "r:") as archive:
+        with reading(path), tarfile.open(path, "r:") as archive:
             for member in archive:
                 folder, slash, file = member.name.rpartition("/")
                 key, _, ending = file.partition(".")
@@ -29,7 +37,9 @@ def read_shards(place: Path) -> Found:
         for key, members in samples.items():
             pictures = [item for ending, item in members.items() if is_picture(f"{key}.{ending}")]
             if pictures:
-                found.add(split_named(path.name), pictures[0], f"{path}/{key}", _member_label(members))
+                with reading(path / key):
+                    label = _member_label(members)
+                found.add(split_named(path.name), pictures[0], f"{path}/{key}", label)
     return found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from vitrail.data.readers.found import (
     label_named,
     need,
     read_file,
+    reading,
     roles_of,
     split_named,
 )
@@ -55,10 +57,14 @@ def read_hugging_face(place: Path) -> Found:
     """The Arrow files of one split, or of all of them."""
     splits = {place: "train"}
     if (place / "dataset_dict.json").is_file():
-        splits = {place / name: split_named(name) for name in _json(place / "dataset_dict.json")["splits"]}
-    files = {folder: _json(folder / "state.json")["_data_files"] for folder in splits}
+        names = _listed(place / "dataset_dict.json", "splits", str)
+        splits = {place / name: split_named(name) for name in names}
     return _gathered(
-        [_arrow(folder / file["filename"], splits[folder]) for folder in splits for file in files[folder]]
+        [
+            _arrow(folder / file, split)
+            for folder, split in splits.items()
+            for file in _listed(folder / "state.json", "_data_files", itemgetter("filename"))
+        ]
     )
 
 
@@ -66,26 +72,32 @@ def _parquet_files(place: Path) -> list[Path]:
     return files_of(place, "*.parquet") or files_of(place / "data", "*.parquet")
 
 
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def _listed(path: Path, key: str, name: Callable[[Any], str]) -> list[str]:
+    """The names in a list that a JSON file has under a key."""
+    try:
+        return [name(each) for each in json.loads(path.read_text(encoding="utf-8"))[key]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: expected what datasets.save_to_disk writes, JSON with a list of {key!r}"
+        ) from error
 
 
 def _csv_header(path: Path) -> tuple[list[str], str]:
     """The names of the columns, and what stands between them."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with reading(path), path.open(encoding="utf-8-sig", newline="") as file:
         line = file.readline()
-    delimiter = max(",;\t", key=line.count)
-    return next(csv.reader([line], delimiter=delimiter), []), delimiter
+        delimiter = max(",;\t", key=line.count)
+        return next(csv.reader([line], delimiter=delimiter), []), delimiter
 
 
 def _csv(path: Path) -> Table:
     header, delimiter = _csv_header(path)
-    roles = _expected_roles(path, header)
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with reading(path), path.open(encoding="utf-8-sig", newline="") as file:
+        roles = _expected_roles(header)
         rows = [row for row in csv.reader(file, delimiter=delimiter) if row][1:]
-    for row in rows:
-        if len(row) != len(header):
-            raise ValueError(f"{path}: {delimiter.join(row)!r} is not one value each of {', '.join(header)}")
+        for row in rows:
+            if len(row) != len(header):
+                raise ValueError(f"{delimiter.join(row)!r} is not one value each of {', '.join(header)}")
     columns: dict[str, Sequence[Any]] = {
         role: [row[header.index(name)] for row in rows] for role, name in roles.items()
     }
@@ -96,37 +108,39 @@ def _csv(path: Path) -> Table:
 def _arrow(path: Path, split: str) -> Table:
     """A Parquet file, or a stream of Arrow as datasets writes it, which is mapped into memory."""
     arrow = need("pyarrow", f"reading {path.name}")
-    if path.suffix == ".parquet":
-        table = need("pyarrow.parquet", path.name).read_table(path)
-    else:
-        table = arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
-    roles = _expected_roles(path, table.column_names)
-    columns = {role: table[name] for role, name in roles.items()}
-    for role, column in columns.items():
-        if role != "picture":
-            columns[role] = column.to_pylist()
-        elif arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type):
-            columns[role] = [str(path.parent / name) for name in column.to_pylist()]
-    features = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
-    label = features.get("info", {}).get("features", {}).get(roles["label"], {})
-    return Table(path, split, columns, tuple(label.get("names", ())))
+    with reading(path):
+        if path.suffix == ".parquet":
+            table = need("pyarrow.parquet", path.name).read_table(path)
+        else:
+            table = arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
+        roles = _expected_roles(table.column_names)
+        columns = {role: table[name] for role, name in roles.items()}
+        for role, column in columns.items():
+            if role != "picture":
+                columns[role] = column.to_pylist()
+            elif arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type):
+                columns[role] = [str(path.parent / name) for name in column.to_pylist()]
+        features = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
+        label = features.get("info", {}).get("features", {}).get(roles["label"], {})
+        return Table(path, split, columns, tuple(label.get("names", ())))
 
 
-def _expected_roles(path: Path, header: Sequence[str]) -> dict[str, str]:
+def _expected_roles(header: Sequence[str]) -> dict[str, str]:
     roles = roles_of(header)
     if not {"picture", "label"} <= roles.keys():
         raise ValueError(
-            f"{path} has the columns {', '.join(header) or '(none)'}; expected path (or image), label, "
-            "and split if it holds more than one"
+            f"it has the columns {', '.join(header) or '(none)'}; expected path (or image), label, and split "
+            "if it holds more than one"
         )
     return roles
 
 
 def _gathered(tables: Sequence[Table]) -> Found:
-    found = Found(read=_read_cell, classes=tables[0].classes)
+    found = Found(read=_read_cell, classes=tables[0].classes if tables else ())
     for table in tables:
         pictures = table.columns["picture"]
-        labels = [label_named(value, table.classes) for value in table.columns["label"]]
+        with reading(table.path):
+            labels = [label_named(value, table.classes) for value in table.columns["label"]]
         splits = [
             str(split).strip().lower() for split in table.columns.get("split", [table.split] * len(labels))
         ]
