@@ -81,6 +81,13 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ("batch=1.5", "batch=1.5 is not what the field takes: int"),
         ("learns=tail", "learns='tail' is not"),
         ("epochs=-1", "epochs=-1.0 is not possible; expected"),
+        ("epochs=inf", r"epochs=inf is not possible; expected from 1e-12 to 1e\+06"),
+        ("minutes=inf", "minutes=inf is not possible"),
+        ("cache=inf", "cache=inf is not possible"),
+        (f"seed={2**64}", f"seed={2**64} is not possible; expected from 0 to 9"),
+        ("workers=1000000", "workers=1000000 is not possible; expected from 1 to 1024"),
+        (f"batch={10**30}", "is not possible"),
+        ("betas=[0.9, 1.5]", r"betas=\(0\.9, 1\.5\) are not possible; expected two from 0 to below 1"),
         ("smoothing=1", r"smoothing=1.0 is not possible; expected from 0 to 0\.999"),
         ("batch=7", "batch=7 does not divide into 1 parts of whole pairs; expected a multiple of 2"),
         ("accumulate=3", "expected a multiple of 6"),
@@ -96,9 +103,10 @@ def test_what_is_wrong_is_said(given: str, message: str) -> None:
 
 
 def test_broken_toml_is_said(tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text("epochs = = 3")
-    with pytest.raises(ValueError, match=r"x\.toml is no valid TOML: .*line 1"):
-        read(tmp_path / "x.toml")
+    for content, why in ((b"epochs = = 3", "line 1"), (b"\xff\xfe\0", "utf-8")):
+        (tmp_path / "x.toml").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"x\.toml is no valid TOML: .*{why}"):
+            read(tmp_path / "x.toml")
 
 
 def test_bounds_are_of_fields() -> None:

@@ -90,6 +90,8 @@ class Recipe:
             if value is not None and not low <= value <= high:
                 expected = f"{low:g} or more" if math.isinf(high) else f"from {low:g} to {high:g}"
                 raise ValueError(f"{name}={value!r} is not possible; expected {expected}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} are not possible; expected two from 0 to below 1")
         if self.batch % (2 * self.accumulate):
             raise ValueError(
                 f"batch={self.batch} does not divide into {self.accumulate} parts of whole pairs; expected a "
@@ -102,27 +104,27 @@ class Recipe:
             )
 
 
-TINY = 1e-12
+TINY, MOST = 1e-12, 1e6
 BOUNDS: dict[str, tuple[float, float]] = {
-    "seed": (0, math.inf),
+    "seed": (0, 2**63 - 1),
     "validation": (TINY, 0.9),
     "test": (0, 0.9),
-    "workers": (1, math.inf),
-    "cache": (0, math.inf),
+    "workers": (1, 1024),
+    "cache": (0, MOST),
     "smoothing": (0, 0.999),
-    "mixup": (0, math.inf),
-    "cutmix": (0, math.inf),
+    "mixup": (0, MOST),
+    "cutmix": (0, MOST),
     "teacher_weight": (0, 1),
-    "temperature": (TINY, math.inf),
-    "batch": (2, math.inf),
-    "accumulate": (1, math.inf),
+    "temperature": (TINY, MOST),
+    "batch": (2, MOST),
+    "accumulate": (1, MOST),
     "lr": (0, 1e3),
     "weight_decay": (0, 10),
     "layer_decay": (TINY, 1),
     "clip": (0, math.inf),
     "ema": (0, 1),
-    "epochs": (TINY, math.inf),
-    "minutes": (TINY, math.inf),
+    "epochs": (TINY, MOST),
+    "minutes": (TINY, MOST),
     "warmup": (0, 1),
     "floor": (0, 1),
     "save_seconds": (0, math.inf),
@@ -224,7 +226,7 @@ def read(path: Path) -> dict[str, Any]:
     """The values in a TOML file."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path} is no valid TOML: {error}") from None
 
 
