@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from vitrail import create
 from vitrail.data.seeds import mix
 from vitrail.learn.fit import fit
-from vitrail.learn.learner import Learner, begin, validate
+from vitrail.learn.learner import Learner, begin, from_state, validate
 from vitrail.learn.objectives import Objective, classify, mix_pairs
-from vitrail.learn.processes import Processes, processes
+from vitrail.learn.processes import Processes, agreed, processes
 from vitrail.learn.recipe import Recipe, changes, layered
-from vitrail.learn.state import locked
+from vitrail.learn.state import locked, read_state
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 STEPS, PER_EPOCH, BATCH = 6, 2, 16
@@ -115,12 +115,16 @@ def run(
         return measured if found is None else {**measured, "accuracy": next(found)}
 
     with locked(folder) if here.first else nullcontext():
+        state = agreed(read_state(folder) if here.first else None, here)
+        if state is not None:
+            from_state(learner, state)
         fit(
             learner,
             objective,
             batches(recipe, here),
             judge,
             recipe,
+            state,
             steps=steps,
             per_epoch=PER_EPOCH,
             folder=folder,

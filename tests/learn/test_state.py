@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import learning
 import vitrail
@@ -21,6 +22,7 @@ from vitrail.learn.state import (
     State,
     WriteError,
     locked,
+    read_findings,
     read_lines,
     read_state,
     rewind,
@@ -50,10 +52,28 @@ def test_the_newest_state_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(STATES)
 
 
-def test_no_whole_state_is_no_state(tmp_path: Path) -> None:
+def test_where_every_state_is_damaged_that_is_said(tmp_path: Path) -> None:
+    """Not begun again in silence: what was learned would be written over."""
     write_state(tmp_path, state(1))
     (tmp_path / STATES[0]).write_bytes((tmp_path / STATES[0]).read_bytes()[:-1])
-    assert read_state(tmp_path) is None
+    with pytest.raises(ValueError, match=r"damaged: resume-0\.safetensors\. Begin anew with another --out$"):
+        read_state(tmp_path)
+    save_file({"of": torch.zeros(1)}, tmp_path / STATES[1])  # whole, but no state
+    (tmp_path / "best").mkdir()
+    with pytest.raises(
+        ValueError,
+        match=rf"0\.safetensors, .*1\.safetensors; {tmp_path}/best can still .* --from {tmp_path}/best",
+    ):
+        read_state(tmp_path)
+
+
+def test_findings_that_are_damaged_are_named(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"counts": {}}'):
+        (tmp_path / "data.json").write_text(text)
+        with pytest.raises(
+            ValueError, match=rf"data\.json is damaged or gone: .*{tmp_path}/best can be judged"
+        ):
+            read_findings(tmp_path)
 
 
 HOLD = "import sys, time; from pathlib import Path; from vitrail.learn.state import locked\n\
@@ -73,6 +93,26 @@ def test_two_runs_never_write_into_one_folder(tmp_path: Path) -> None:
     with locked(tmp_path):
         assert str(os.getpid()) in (tmp_path / ".owner").read_text()
     assert not (tmp_path / ".owner").exists()
+
+
+def test_no_folder_is_left_unless_something_was_written(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "new"
+    with locked(folder):
+        assert folder.is_dir()
+    assert not list(tmp_path.iterdir())
+    with locked(folder):
+        (folder / "recipe.toml").touch()
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "recipe.toml"]
+
+
+@pytest.mark.parametrize(("name", "why"), [("file", "File exists"), ("file/run", "Not a directory")])
+def test_what_cannot_be_a_run_folder(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ValueError, match=f"{name} cannot be a run folder: {why}; choose another with --out"),
+        locked(tmp_path / name),
+    ):
+        pytest.fail("in a file")
 
 
 def test_what_a_killed_run_left_is_tidied_up(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 import vitrail
 from compare import same
@@ -13,7 +14,7 @@ from learning import digits
 from vitrail.data.preprocess import Preprocess
 from vitrail.learn import fit
 from vitrail.learn.fit import Stopped
-from vitrail.learn.state import read_lines, read_state
+from vitrail.learn.state import STATES, read_lines, read_state
 from vitrail.learn.train import train
 
 SHAPE = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
@@ -107,6 +108,69 @@ def test_resume_takes_the_latest_run_and_its_changes(place: Path, pictures: str)
     assert state.facts["step"] == 4
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ["model.width=32"],
+            r"another model\n.*another shape: [\s\S]*a run of its own: another --out, perhaps --f",
+        ),
+        (["model.stem=patch"], r"another model\n  \d unexpected: patches\.stem"),
+        (["data=letters.npz"], r"classes: 0, 1, 2 … instead of a, b, c …"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another(
+    place: Path, pictures: str, changes: list[str], message: str
+) -> None:
+    """Refused with its recipe as it was, so that it can still go on."""
+    run = train(pictures, [*SMALL, "epochs=1"])
+    assert run is not None
+    with np.load(pictures) as found:
+        np.savez(
+            place / "letters.npz", images=found["images"], labels=np.array([*"abcdefghij"])[found["labels"]]
+        )
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=message):
+        train(assignments=changes, resume=True)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_what_may_change_when_a_run_goes_on(place: Path, pictures: str) -> None:
+    train(pictures, [*SMALL, "epochs=1", "ema=0"])
+    train(assignments=["epochs=2", "ema=0.9", "learns=head"], resume=True)
+    train(assignments=["epochs=3", "ema=0", "learns=full"], resume=True)
+    state = read_state(place / "runs" / "few")
+    assert state is not None
+    assert state.facts["step"] == 6
+
+
+def test_damaged_states_are_not_begun_over(place: Path, pictures: str) -> None:
+    run = train(pictures, [*SMALL, "epochs=1"])
+    assert run is not None
+    for name in STATES:
+        (run / name).write_bytes(b"torn")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"runs/few cannot go on, .*--from runs/few/best"):
+        train(resume=True)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    for name in STATES:
+        (run / name).unlink()  # killed before the first of them was there
+    train(out=run, resume=True)
+    assert read_state(run) is not None
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_read(place: Path) -> None:
+    (place / "file").touch()
+    with pytest.raises(ValueError, match="file cannot be a run folder"):
+        train("nowhere", out=place / "file")
+    (place / "busy").mkdir()
+    with (
+        FileLock(place / "busy" / ".lock"),
+        pytest.raises(ValueError, match="busy is being written to by another run"),
+    ):
+        train("nowhere", out=place / "busy")
+
+
 def test_a_dry_run_writes_nothing(place: Path, pictures: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(place.rglob("*"))
     assert train(pictures, [*SMALL, "minutes=1", "precision=auto"], dry_run=True) is None
@@ -169,3 +233,12 @@ def test_what_cannot_be_is_said_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         train(pictures, given, start=start)
     assert not (place / "runs").exists()
+
+
+def test_resuming_takes_no_other_weights_or_pictures(place: Path, pictures: str) -> None:
+    run = train(pictures, [*SMALL, "epochs=0.5"])
+    for given in ({"source": "digits"}, {"start": "digits"}):
+        with pytest.raises(
+            ValueError, match="goes on with its own pictures, weights and recipe; leave digits"
+        ):
+            train(**given, out=run, resume=True)

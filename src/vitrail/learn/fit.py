@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail.learn.learner import DivergedError, Learner, Taught, from_state, take_step, to_state
+from vitrail.learn.learner import DivergedError, Learner, Taught, take_step, to_state
 from vitrail.learn.objectives import Objective
-from vitrail.learn.processes import Processes, agreed, together
+from vitrail.learn.processes import Processes, together
 from vitrail.learn.progress import Journal, Progress
 from vitrail.learn.recipe import Recipe
-from vitrail.learn.state import State, read_state, rewind, write_model, write_state
+from vitrail.learn.state import State, rewind, write_model, write_state
 
 EVERY = 50  # steps between lines of metrics, besides those of a validation or a state
 
@@ -36,22 +36,20 @@ def fit(
     batches: Batches,
     validate: Validate,
     recipe: Recipe,
+    state: State | None,
     *,
     steps: int,
     per_epoch: int,
     folder: Path,
     here: Processes,
 ) -> None:
-    """Takes the learner through all steps, from the newest state in the run folder if there is one.
+    """Takes the learner through all steps that it has not done. state: where it goes on from, if it does.
 
     Every epoch is validated; the state is kept after it, and every `save_seconds` between. Raises
     Stopped when a signal came (the state is kept), DivergedError when the loss is no number (the state
     from before stays).
     """
     facts = {"threads": torch.get_num_threads(), "processes": here.world, "device": here.device.type}
-    state = agreed(read_state(folder) if here.first else None, here)
-    if state is not None:
-        from_state(learner, state)
     if here.first:
         rewind(folder, learner.step)
     taught = together(Taught(learner.model, objective), here)

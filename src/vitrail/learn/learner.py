@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ from vitrail.learn.processes import Processes, gathered, summed
 from vitrail.learn.recipe import Recipe
 from vitrail.learn.state import State
 from vitrail.models import Model
+from vitrail.weights.names import differences
+
+SHOWN = 3  # names of classes, in an error
 
 
 class DivergedError(ValueError):
@@ -200,26 +204,45 @@ def to_state(learner: Learner, facts: dict[str, Any]) -> State:
     for name, parameter in _named(learner.optimiser):
         for kind, tensor in learner.optimiser.state[parameter].items():
             tensors[f"optimiser/{name}/{kind}"] = tensor
-    own = {"step": learner.step, "best": learner.best, "seconds": learner.seconds}
+    own = {
+        "step": learner.step,
+        "best": learner.best,
+        "seconds": learner.seconds,
+        "classes": learner.model.labels,
+    }
     return State(tensors, {**facts, **own})
 
 
 def from_state(learner: Learner, state: State) -> None:
-    """Takes a learner that was begun with the same recipe to where the state was written."""
+    """Takes a learner to where the state was written; what the recipe asks for since then begins anew."""
     folders: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "optimiser": {}}
     for path, tensor in state.tensors.items():
         folder, _, name = path.partition("/")
         folders[folder][name] = tensor
+    _refuse_other(learner.model, folders["model"], state.facts)
     learner.model.load_state_dict(folders["model"])
     if learner.average is not None:
-        learner.average.load_state_dict(folders["average"])
-    kept: dict[str, dict[str, Tensor]] = {name: {} for name, _ in _named(learner.optimiser)}
+        learner.average.load_state_dict(folders["average"] or folders["model"])
+    kept: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for path, tensor in folders["optimiser"].items():
         name, _, kind = path.rpartition("/")
         kept[name][kind] = tensor
     for name, parameter in _named(learner.optimiser):
         learner.optimiser.state[parameter] = {k: t.to(parameter.device) for k, t in kept[name].items()}
     learner.step, learner.best, learner.seconds = (state.facts[key] for key in ("step", "best", "seconds"))
+
+
+def _refuse_other(model: Model, kept: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """A state of another network, or of other classes."""
+    ours, theirs = ({name: t.shape for name, t in tensors.items()} for tensors in (model.state_dict(), kept))
+    told = differences(ours, theirs)
+    if (classes := tuple(facts.get("classes", model.labels))) != model.labels:
+        told += f"\n  classes: {', '.join(classes[:SHOWN])} … instead of {', '.join(model.labels[:SHOWN])} …"
+    if told:
+        raise ValueError(
+            f"the state to go on from is of another model{told}\nSuch a change needs a run of its own: "
+            "another --out, perhaps --from the folder of this one"
+        )
 
 
 def _named(optimiser: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:

@@ -20,7 +20,7 @@ import platform
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vitrail.data.checks import Findings
 from vitrail.learn.board import write_board
 from vitrail.models import Model
 from vitrail.weights import native
@@ -56,22 +57,36 @@ class WriteError(OSError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps every other run out of the folder; the system itself lets go when this process dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock, owner = FileLock(folder / ".lock"), folder / ".owner"
+    """Keeps every other run out of the folder; the system itself lets go when this process dies.
+
+    Makes the folder, and takes it away again if nothing is written: a refused run leaves none behind.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    file, owner = folder / ".lock", folder / ".owner"
+    lock = FileLock(file)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(
             f"{folder} is being written to by {owner.read_text() if owner.exists() else 'another run'}; "
             "wait for it, end it, or choose another folder with --out"
         ) from None
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be a run folder: {error.strerror}; choose another with --out"
+        ) from error
     try:
         owner.write_text(f"process {os.getpid()} on {platform.node()}")
         _tidy(folder)
         yield
-        owner.unlink()
     finally:
+        with suppress(OSError):  # others may have put something there, or taken it away
+            owner.unlink()
+            if [*folder.iterdir()] == [file]:
+                file.unlink()
+                for path in made:
+                    path.rmdir()
         lock.release()
 
 
@@ -121,7 +136,7 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def read_state(folder: Path) -> State | None:
-    """The newest state that is whole, or None where there is none yet."""
+    """The newest state that is whole, or None where there is none yet. Where none of them is, refuses."""
     candidates = ((_facts(folder / name), folder / name) for name in STATES)
     known = [(facts, path) for facts, path in candidates if facts is not None]
     for facts, path in sorted(known, key=lambda each: each[0]["step"], reverse=True):
@@ -129,6 +144,14 @@ def read_state(folder: Path) -> State | None:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
         if _checksum(tensors) == facts["checksum"]:
             return State(tensors, facts)
+    damaged = [name for name in STATES if (folder / name).exists()]
+    if damaged:
+        models = [str(folder / kind) for kind in ("last", "best") if (folder / kind).is_dir()]
+        kept = f"; {' and '.join(models)} can still be loaded" if models else ""
+        raise ValueError(
+            f"{folder} cannot go on, as all that it would go on from is damaged: {', '.join(damaged)}{kept}. "
+            "Begin anew with another --out" + (f", perhaps --from {models[-1]}" if models else "")
+        )
     return None
 
 
@@ -137,7 +160,7 @@ def _facts(path: Path) -> dict[str, Any] | None:
     try:
         with safe_open(path, framework="pt") as file:
             return json.loads(file.metadata()[KEY])
-    except (FileNotFoundError, SafetensorError):
+    except (FileNotFoundError, SafetensorError, TypeError, LookupError):
         return None
 
 
@@ -147,6 +170,17 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
     for name in sorted(tensors):
         total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
     return total
+
+
+def read_findings(folder: Path) -> Findings:
+    """What was found wrong with the pictures of a run."""
+    path = folder / FINDINGS
+    try:
+        return Findings(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged or gone: {error}. {folder / 'best'} can be judged, by pictures that you name"
+        ) from error
 
 
 def write_lines(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from vitrail.data.preprocess import Preprocess, Sides
 from vitrail.data.seeds import mix
 from vitrail.data.sources import Dataset, Pictures, complete, open_source
 from vitrail.learn.fit import fit
-from vitrail.learn.learner import begin, validate
+from vitrail.learn.learner import begin, from_state, validate
 from vitrail.learn.measure import answers, measure, table
 from vitrail.learn.objectives import OBJECTIVES, Objective, mix_pairs
 from vitrail.learn.optimiser import freeze
@@ -30,7 +30,7 @@ from vitrail.learn.processes import Processes, agreed, processes
 from vitrail.learn.progress import clock, told
 from vitrail.learn.recipe import Recipe, changes, choose, layered, preset, read, to_toml
 from vitrail.learn.report import write_report
-from vitrail.learn.state import FINDINGS, RECIPE, STATES, locked, write_text
+from vitrail.learn.state import FINDINGS, RECIPE, STATES, locked, read_state, write_text
 from vitrail.models import Model, create
 from vitrail.weights import load
 
@@ -106,10 +106,10 @@ def train(
         if resume:
             folder = agreed(out or _latest(), here)
             values = [read(_recipe_in(folder)), asked]
-            if source is not None:
+            if given := source or start:
                 raise ValueError(
-                    f"a run goes on with its own pictures and recipe; leave {source} out, and name the run "
-                    f"folder with --out ({folder} is meant now)"
+                    f"a run goes on with its own pictures, weights and recipe; leave {given} out, and name "
+                    f"the run folder with --out ({folder} is meant now)"
                 )
         else:
             values = [*_from_source(source), asked]
@@ -118,19 +118,22 @@ def train(
                 raise ValueError(
                     f"{folder} already holds a run; go on with --resume, or choose another --out"
                 )
+        if here.first:  # at once: what cannot be written to is no use to set up for
+            stack.enter_context(locked(folder))
+        state = agreed(read_state(folder) if here.first else None, here)
         setting, notes = _set_up(values, here, strict=strict)
         for note in notes:
             say(note)
         setting, measured = _settle(setting, dry_run=dry_run)
         recipe, per_epoch = setting.recipe, setting.per_epoch
         steps = max(round(recipe.epochs * per_epoch), 1)
+        learner = begin(setting.model, recipe)
+        if state is not None:
+            from_state(learner, state)
         say(_summary(setting, measured, folder))
         if dry_run:
             return None
 
-        if here.first:
-            stack.enter_context(locked(folder))
-        learner = begin(setting.model, recipe)
         if here.first:
             write_text(folder / RECIPE, to_toml(recipe, HEADING.format(folder=folder)))
             write_text(folder / FINDINGS, json.dumps(setting.findings.to_dict(), indent=1) + "\n")
@@ -140,6 +143,7 @@ def train(
             setting.batches,
             lambda model: setting.score(model, "val"),
             recipe,
+            state,
             steps=steps,
             per_epoch=per_epoch,
             folder=folder,
@@ -263,9 +267,11 @@ def _model(recipe: Recipe, classes: tuple[str, ...], side: Sides | None, channel
     size = recipe.image_size or side
     options |= {"channels": channels} | ({"image_size": size} if size else {})
     model = create(name, labels=classes, **options)
-    if size is not None and size == side:  # small pictures are shown as they are
+    if side is not None:  # small pictures are shown whole
         half = (0.5,) * channels
-        model.preprocess = Preprocess(resize=size, interpolation="bicubic", mean=half, std=half)
+        model.preprocess = Preprocess(
+            resize=model.config.image_size, interpolation="bicubic", mean=half, std=half
+        )
     return model
 
 
