@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,38 @@ def test_what_cannot_be_judged_says_why(run: Path, tmp_path: Path) -> None:
     for given, message in asked:
         with pytest.raises(ValueError, match=message):
             evaluate(**given)
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "r.html", "Not a directory")):
+        with pytest.raises(ValueError, match=f"{place} cannot be written: {why}$"):
+            evaluate("nowhere", report=place)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "data.json",
+            "{",
+            r"data\.json is damaged or gone: .*copy/best can be judged, by pictures that you name",
+        ),
+        (
+            "recipe.toml",
+            "epochs =",
+            r"as its recipe\.toml says: .* no valid TOML: .*copy/best can, by pictures",
+        ),
+        ("recipe.toml", "epoch = 3", r"as its recipe\.toml says: Recipe has no field 'epoch'"),
+    ],
+)
+def test_a_run_with_a_broken_file_says_which(
+    run: Path, tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    shutil.copytree(run, tmp_path / "copy")
+    (tmp_path / "copy" / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        evaluate(str(tmp_path / "copy"))
 
 
 def test_labels_follow_the_model_not_the_folder(run: Path) -> None:

@@ -145,6 +145,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(
             (model, pictures, str(tmp_path / "answers.xlsx")),
             "its ending is '.xlsx'; .*expected one of: .csv, ",
         ),
+        ((model, pictures, str(tmp_path)), "is a folder; give the name of a file, such as .*answers.csv"),
         ((model, [], str(tmp_path / "answers.csv")), "nothing to predict"),
         ((model, [tmp_path / "empty"], str(tmp_path / "answers.csv")), "holds no pictures"),
         (

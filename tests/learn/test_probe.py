@@ -59,6 +59,17 @@ def test_a_feature_that_never_changes_does_no_harm(digits: tuple[Tensor, Tensor,
     assert distance(other(asked_more), plain(asked)) < 1e-6
 
 
+def test_too_little_to_probe_with(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 8, 8), np.uint8)
+    for labels, message in (
+        ([3, 3, 3, 3], "only one class, 3; expected two"),
+        ([0, 1, 0, 1], "too few to keep"),
+    ):
+        np.savez(tmp_path / "few.npz", images=pixels, labels=labels)
+        with pytest.raises(ValueError, match=message):
+            probe("nowhere", str(tmp_path / "few.npz"))
+
+
 def test_the_whole(tmp_path: Path) -> None:
     """Random features of digits are worth something; test pictures decide nothing."""
     found = load_digits()

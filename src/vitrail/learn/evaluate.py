@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import errno
+import os
+import tempfile
 from pathlib import Path
 
 from vitrail.data.batches import Loader, Store
@@ -11,9 +13,10 @@ from vitrail.learn.measure import Figures, answers, measure
 from vitrail.learn.processes import Processes, processes
 from vitrail.learn.recipe import Recipe, layered, read
 from vitrail.learn.report import write_report
-from vitrail.learn.state import FINDINGS, RECIPE
+from vitrail.learn.state import RECIPE, read_findings
 from vitrail.models import Model
 from vitrail.weights import load
+from vitrail.weights.errors import SaveError, explained
 from vitrail.words import unknown
 
 
@@ -33,6 +36,8 @@ def evaluate(
     test, else val, else all. batch: pictures at a time in each process. report: an HTML file to write.
     """
     with processes() as here:
+        if report is not None and here.first:
+            _refuse_unwritable(report)
         model = load(weights_in(source)).to(here.device)
         what, pictures = labelled(source, model, place, split)
         given = answers(model, once(pictures, model, here, batch=batch, workers=workers), here)
@@ -85,8 +90,7 @@ def class_names(model: Model, source: str) -> tuple[str, ...]:
 def labelled(source: str, model: Model, place: str | None, split: str | None) -> tuple[str, Pictures]:
     """The pictures to judge a model by, with its own numbers of classes; and what a person calls them."""
     names = class_names(model, source)
-    file = Path(source) / RECIPE
-    recipe = layered(read(file)) if file.is_file() else None
+    recipe = _recipe_of(Path(source))
     if place is None and recipe is None:
         raise ValueError(
             f"{source} is no run folder with pictures of its own; name the pictures to judge it by"
@@ -104,11 +108,31 @@ def labelled(source: str, model: Model, place: str | None, split: str | None) ->
     return f"{chosen} of {dataset.place}", dataset.splits[chosen]
 
 
+def _recipe_of(run: Path) -> Recipe | None:
+    """What a run folder was trained by; None of anything else."""
+    try:
+        return layered(read(run / RECIPE)) if (run / RECIPE).is_file() else None
+    except ValueError as error:
+        raise ValueError(
+            f"{run} cannot be judged as its {RECIPE} says: {error}. {run / 'best'} can, by pictures that you "
+            "name"
+        ) from error
+
+
+def _refuse_unwritable(file: Path) -> None:
+    """A place that takes no file, which is better known before the work than after it."""
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    with explained(SaveError, f"{file} cannot be written"):
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=folder).close()
+
+
 def _refuse_changed(dataset: Dataset, run: Path) -> None:
     """Pictures that came or went since would be shared out anew, and some learned from would be judged by."""
-    findings = json.loads((run / FINDINGS).read_text(encoding="utf-8"))
-    for split, of_class in findings["counts"].items():
-        then = sum(of_class.values()) + len(findings["bad"][split])
+    findings = read_findings(run)
+    for split, of_class in findings.counts.items():
+        then = sum(of_class.values()) + len(findings.bad[split])
         now = len(dataset.splits[split])
         if now != then:
             raise ValueError(

@@ -54,6 +54,8 @@ def predict(
     top (the likeliest classes, each with its confidence) and error, which says why there is no answer.
     batch: pictures at a time in each process. Under torchrun the first process writes.
     """
+    if Path(out).is_dir():
+        raise ValueError(f"{out} is a folder; give the name of a file, such as {Path(out) / 'answers.csv'}")
     ending = ".csv" if out == "-" else Path(out).suffix.lower()
     if ending not in WRITERS:
         raise ValueError(f"{out} cannot be written: its ending is {ending!r}; {nearest(ending, WRITERS)}")

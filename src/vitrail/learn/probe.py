@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.data.checks import refuse_one_class
 from vitrail.data.sources import complete, open_source
 from vitrail.learn.evaluate import once, weights_in
 from vitrail.learn.measure import Figures, answers, measure
@@ -69,6 +70,7 @@ def probe(
     each process.
     """
     dataset = open_source(place)
+    refuse_one_class(dataset.classes)
     shares = {HELD: 0.2} if {"val", "test"} & dataset.splits.keys() else {HELD: 0.2, "test": 0.2}
     splits = complete(dataset, seed=seed, shares=shares).splits
     judged: list[str] = [split for split in ("val", "test") if split in splits]

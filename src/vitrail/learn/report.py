@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import os
 import platform
@@ -24,9 +23,11 @@ from vitrail.data.sources import Pictures
 from vitrail.learn.charts import curves, reliability
 from vitrail.learn.measure import Case, Figures, OfClass, Rate, confusions
 from vitrail.learn.progress import clock
-from vitrail.learn.state import FINDINGS, METRICS, RECIPE, read_lines, write_text
+from vitrail.learn.state import FINDINGS, METRICS, RECIPE, read_findings, read_lines
 from vitrail.look import attention_layers, overlay, record
 from vitrail.models import Model
+from vitrail.weights.errors import SaveError, explained
+from vitrail.weights.writing import replacing
 
 NUMBERED = 25  # classes up to which the cells of the confusion matrix show their numbers
 DRAWN = 100  # classes up to which there is one
@@ -46,7 +47,7 @@ def write_report(file: Path, model: Model, pictures: Pictures, figures: Figures,
     lines = read_lines(run, 10**9)
     sections = [
         _header(run.name, model, figures, lines),
-        _findings(run / FINDINGS, figures),
+        _findings(run, figures),
         _learning(lines),
         _classes(figures),
         _confusion(figures),
@@ -62,7 +63,8 @@ def write_report(file: Path, model: Model, pictures: Pictures, figures: Figures,
         f"<title>{escape(run.name)} · Vitrail</title>\n<style>\n{style}</style>\n"
         f"<body>\n<main>\n{''.join(sections)}</main>\n</body>\n</html>\n"
     )
-    write_text(file, page)
+    with explained(SaveError, f"{file} cannot be written"), replacing(file, folder=False) as new:
+        new.write_text(page, encoding="utf-8")
 
 
 def _header(name: str, model: Model, figures: Figures, lines: Sequence[dict[str, Any]]) -> str:
@@ -103,9 +105,9 @@ def _seconds(lines: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], floa
     ]
 
 
-def _findings(file: Path, figures: Figures) -> str:
+def _findings(run: Path, figures: Figures) -> str:
     """What was found wrong with the pictures."""
-    notes = list(json.loads(file.read_text(encoding="utf-8"))["notes"]) if file.is_file() else []
+    notes = list(read_findings(run).notes) if (run / FINDINGS).is_file() else []
     notes += [f"{name} cannot be read: {why}" for name, why in figures.bad.items()]
     if not notes:
         return ""
