@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -185,11 +186,31 @@ def test_a_loss_that_is_no_number_stops_and_says_where(tmp_path: Path) -> None:
     assert all(p.isfinite().all() for p in vitrail.load(tmp_path / "last").parameters())
 
 
-def test_a_gradient_that_is_no_number_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["head.weight", "blocks.0.mlp.up.weight"])
+def test_a_gradient_that_is_no_number_stops(tmp_path: Path, name: str, wrong: float) -> None:
     model = learning.tiny(recipe())
-    model.head.weight.register_hook(lambda gradient: gradient * math.inf)
-    with pytest.raises(DivergedError, match=r"the loss is 2\.\d+, .* the gradient of head\.weight"):
+    model.get_parameter(name).register_hook(lambda gradient: gradient * wrong)
+    with pytest.raises(DivergedError, match=rf"the loss is 2\.\d+, .* the gradient of {re.escape(name)}\."):
         run(tmp_path, recipe(), model=model)
+
+
+@pytest.mark.parametrize(("clip", "greatest"), [(0.01, 0.01), (0, math.inf)])
+def test_gradients_are_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float, greatest: float
+) -> None:
+    norms: list[float] = []
+
+    def step(optimiser: torch.optim.Optimizer) -> None:
+        gradients = [p.grad.flatten() for group in optimiser.param_groups for p in group["params"]]
+        norms.append(torch.cat(gradients).norm().item())
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    run(tmp_path, recipe(clip=clip), steps=2)
+    assert 0.01 * 0.999 < min(norms) <= max(norms) < greatest * 1.001
+    assert max(norms) > 0.1 or clip
+    told = next(line["norm"] for line in read_lines(tmp_path, 2) if line["part"] == "train")
+    assert told > 0.1  # the norm from before
 
 
 def test_a_spike_of_the_loss_is_no_reason_to_stop(tmp_path: Path) -> None:

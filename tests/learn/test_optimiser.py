@@ -101,7 +101,7 @@ def test_schedule_without_warmup_begins_at_the_top():
 
 
 def test_a_step_is_that_of_plain_adamw():
-    """Two steps with decay, a scaled rate and clipping, against torch's simple loop over tensors."""
+    """Two steps with decay and a scaled rate, against torch's simple loop over tensors."""
     net = model()
     twin = copy.deepcopy(net)
     optimiser = adamw(groups(net, weight_decay=0.1, layer_decay=0.5), (0.9, 0.98))

@@ -43,11 +43,11 @@ def test_the_built_in_digits(place: Path, capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().out
     for expected in (
         "preset digits: ",
-        "1,437 train, 180 val, 180 test, of 10 classes, seen at 8x8",
+        "1,437 train, 180 val, 180 test, of 10 classes, seen at 16x16",
         "2 epochs of 44 steps of 32, float32, processes: 1 (cpu)",
         "epoch 2.0 of 2  step 88 of 88  loss ",
-        "held-out test pictures: loss ",
-        "all of it is in runs/digits",
+        "pictures   180, test of digits",
+        "report     runs/digits/report.html",
     ):
         assert expected in said
     for kind in ("last", "best"):

@@ -23,7 +23,6 @@ from vitrail.learn.optimiser import (
     follow,
     freeze,
     groups,
-    norm_of_gradients,
     schedule,
     set_rate,
     set_training,
@@ -123,12 +122,14 @@ def take_step(
         for name, value in {"loss": lesson.loss.detach(), **lesson.figures}.items():
             figures[name] = figures.get(name, 0) + value / len(parts)
     parameters = [p for group in learner.optimiser.param_groups for p in group["params"]]
-    norm = norm_of_gradients(parameters, recipe.clip or None)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     told = torch.stack([*figures.values(), torch.tensor(float(stop()), device=here.device)])
     *values, stops = summed(told, here).tolist()
     result = dict(zip(figures, (value / here.world for value in values), strict=True))
     if not (math.isfinite(result["loss"]) and norm.isfinite()):
         raise DivergedError(_diagnosis(taught, learner, parts, recipe, here, result["loss"]))
+    if recipe.clip:
+        nn.utils.clip_grads_with_norm_(parameters, recipe.clip, norm)
     learner.optimiser.step()
     learner.optimiser.zero_grad(set_to_none=True)
     if learner.average is not None:

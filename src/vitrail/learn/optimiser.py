@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 Part = Literal["full", "head"] | int
@@ -123,8 +122,3 @@ def checkpoint_blocks(model: nn.Module) -> None:
     """Has every block forget its insides and compute them again on the way back: less memory, more time."""
     for block in blocks_of(model):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def norm_of_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
-    """The norm of all gradients together, which are scaled down where it is over the limit."""
-    return nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
