@@ -53,7 +53,9 @@ def test_the_built_in_digits(place: Path, capsys: pytest.CaptureFixture[str]) ->
     for kind in ("last", "best"):
         model = vitrail.load(folder / kind)
         assert model.labels == tuple("0123456789")
-        assert model.preprocess == Preprocess(resize=(8, 8), interpolation="bicubic", mean=(0.5,), std=(0.5,))
+        assert model.preprocess == Preprocess(
+            resize=(16, 16), interpolation="bicubic", mean=(0.5,), std=(0.5,)
+        )
     state = read_state(folder)
     assert state is not None
     kept = vitrail.load(folder / "last").state_dict()
