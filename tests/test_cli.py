@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import vitrail
+from vitrail import cli
 from vitrail.cli import main
 
 
@@ -94,6 +99,7 @@ def test_look_without_anything_draws_shapes(tmp_path: Path, capsys: pytest.Captu
         (["convert", "nowhere/at-all", "out"], ["nowhere/at-all"]),
         (["look", "no-such.jpg"], ["no-such.jpg"]),
         (["look", "--model", "no-such-model"], ["no-such-model"]),
+        (["look", "--model", "./no-such-model"], ["./no-such-model does not exist. Expected a folder"]),
     ],
 )
 def test_bad_input_gives_one_line_and_no_traceback(
@@ -113,10 +119,84 @@ def test_bad_input_gives_one_line_and_no_traceback(
         assert word in run.stderr
 
 
+def _of_a_gpu() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+
+@pytest.mark.parametrize(
+    "use_up",
+    [
+        lambda: torch.empty(2**60),
+        lambda: torch.empty(2**40, 2**40),
+        lambda: torch.empty(2**70),
+        lambda: np.empty(2**60, np.uint8),
+        _of_a_gpu,
+    ],
+)
+def test_where_memory_runs_out_that_is_said(
+    use_up: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "list_models", lambda **_: use_up())
+    assert main(["models"]) == 2
+    assert capsys.readouterr().err.startswith("vitrail: memory ran out; it takes less with a smaller batch (")
+
+
+def test_other_errors_are_ours_and_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "list_models", lambda **_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        main(["models"])
+
+
+def test_an_interruption_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "list_models", interrupted)
+    assert main(["models"]) == 130
+    assert capsys.readouterr().err == "vitrail: interrupted\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_has_seen_enough(options: list[str]) -> None:
+    command = [sys.executable, "-m", "vitrail", "models", "vit-ti/16", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == b""
+    assert run.returncode == 0
+
+
+def test_sizes_that_nobody_can_count(capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("999999999", "9" * 20):
+        assert main(["models", "vit-ti/16", "--image-size", size]) == 2
+        assert f"vit-ti/16 at {size}x{size} is larger than torch can count" in capsys.readouterr().err
+
+
+def test_labels_that_are_no_text_are_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "labels").write_bytes(b"\xff\xfe")
+    assert main(["look", "--model", str(model), "--labels", str(tmp_path / "labels")]) == 2
+    assert "labels cannot be read: expected text in UTF-8" in capsys.readouterr().err
+
+
+def test_a_run_folder_stands_for_its_best_model(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "run" / "best")
+    (tmp_path / "run" / "resume-0.safetensors").touch()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "other")]) == 0
+    assert vitrail.load(tmp_path / "other").labels == ("cat", "dog", "hen")
+    assert main(["look", "--model", str(tmp_path / "run"), "--out", str(tmp_path / "looks")]) == 0
+
+
 def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         ["convert", "a", "b", "--to", "onnx"],
         ["models", "--image-size", "0"],
+        ["models", "--image-size", "²"],
+        ["probe", "model", "pictures", "--workers", "1000000"],
         ["frobnicate"],
         [],
     ):

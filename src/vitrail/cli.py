@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
     from vitrail.models import Model
 
 FORMATS = ("vitrail", "transformers", "timm", "torchvision", "npz")
+MOST_THREADS = 1024
+
+# What torch and its allocators say when memory is used up, or when more is asked for than there can be.
+OUT_OF_MEMORY = re.compile(
+    "out of memory|allocate memory|Invalid buffer size|ALLOC_FAILED|calculation overflowed|Overflow when"
+)
+LESS_MEMORY = (
+    "memory ran out; it takes less with a smaller batch (or accumulate=N, a batch in N parts), with "
+    "checkpoint_blocks=true, a smaller image_size, or a smaller model"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,19 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = options.pop("command")
     warnings.showwarning = _say_warning
     try:
-        return command(**options) or 0
+        code: int = command(**options) or 0
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt as error:  # a run that was stopped says how to go on
         _complain(error if error.args else "interrupted")
         return 130
     except BrokenPipeError:  # the reader has seen enough, as in `vitrail models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         _complain(f"{error.filename}: {error.strerror}" if error.filename else error)
-        return 2
     except (ValueError, ImportError) as error:
         _complain(error)
-        return 2
-    return 0
+    except (MemoryError, RuntimeError, TypeError) as error:
+        if not (isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error))):
+            raise
+        _complain(LESS_MEMORY)
+    return 2
 
 
 def _complain(text: object) -> None:
@@ -72,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         help="from pictures to a trained model and a report",
         description="Trains on labelled pictures and leaves a run folder with the best model, its figures "
         "on pictures kept apart, and report.html. What is not said is chosen, and told.",
-        epilog="Pictures: a folder with a folder for each class, a table (.csv, .parquet), IDX files, an .npz, "
-        "tar shards, a folder of datasets; without any, handwritten digits. Fields: those of a run's "
+        epilog="Pictures: a folder with a folder for each class, a table (.csv, .parquet), IDX files, an "
+        ".npz, tar shards, a folder of datasets; without any, handwritten digits. Fields: those of a run's "
         "recipe.toml, such as epochs=30, minutes=10, model=vit-ti/4, augment.flip=0, image_size=160.",
     )
     train.add_argument("words", nargs="*", metavar="PICTURES|RECIPE.toml|FIELD=VALUE", help="see below")
@@ -134,7 +150,10 @@ def _parser() -> argparse.ArgumentParser:
             help="pictures at a time, in each process (default: %(default)s)",
         )
         judging.add_argument(
-            "--workers", type=_count, metavar="N", help="threads that decode (default: one for each core)"
+            "--workers",
+            type=_threads,
+            metavar="N",
+            help="threads that decode (default: one for each core)",
         )
 
     models = commands.add_parser(
@@ -156,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         "library, with configuration, preprocessing and labels. Nothing is dropped: what the other "
         "form cannot say is refused.",
     )
-    convert.add_argument("source", metavar="IN", help="a folder, a file, or a hub id")
+    convert.add_argument("source", metavar="IN", help="a run folder, a folder, a file, or a hub id")
     convert.add_argument("target", metavar="OUT", help="a new folder, or a file for torchvision, npz")
     convert.add_argument("--to", choices=FORMATS, default="vitrail", help="default: %(default)s")
     convert.set_defaults(command=convert_weights)
@@ -172,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         default="vit-ti/16",
         metavar="MODEL",
-        help="a folder, a file, a hub id, or a name of `vitrail models` with random weights "
+        help="a run folder, a folder, a file, a hub id, or a name of `vitrail models` with random weights "
         "(default: %(default)s)",
     )
     look.add_argument(
@@ -191,15 +210,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _size(text: str) -> tuple[int, int]:
     """224 or 224x320 as (height, width)."""
-    sides = [int(side) if side.isdigit() else 0 for side in text.lower().split("x")]
+    sides = [int(side) if side.isdecimal() else 0 for side in text.lower().split("x")]
     if len(sides) not in (1, 2) or min(sides) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 224, or 224x320 (height first)")
     return sides[0], sides[-1]
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count; write 1 or more")
+    return int(text)
+
+
+def _threads(text: str) -> int:
+    if _count(text) > MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"{text} threads are too many; write up to {MOST_THREADS}")
     return int(text)
 
 
@@ -278,8 +303,9 @@ def list_models(names: Sequence[str], image_size: tuple[int, int] | None, as_jso
     for name, config in configs.items():
         try:
             cost = models.costs(config)
-        except RuntimeError as error:  # sizes past what torch can count
-            raise ValueError(f"{name} at {config.image_size} cannot be built: {error}") from None
+        except (RuntimeError, TypeError):
+            size = "{}x{}".format(*config.image_size)
+            raise ValueError(f"{name} at {size} is larger than torch can count; make it smaller") from None
         if as_json:
             print(json.dumps({"name": name, "image_size": config.image_size, **cost._asdict()}))
             continue
@@ -302,9 +328,10 @@ def list_models(names: Sequence[str], image_size: tuple[int, int] | None, as_jso
 
 def convert_weights(source: str, target: str, to: str) -> None:
     """`vitrail convert`: weights in, weights out."""
+    from vitrail.learn.evaluate import weights_in
     from vitrail.weights import convert
 
-    convert(source, target, to=to)
+    convert(weights_in(source), target, to=to)
     print(f"{source} → {target} ({to})")
 
 
@@ -313,6 +340,7 @@ def look_at(pictures: Sequence[str], model: str, labels: Path | None, top: int, 
     import torch
 
     from vitrail.data.pictures import PictureError
+    from vitrail.data.readers.found import reading
     from vitrail.data.samples import shapes
     from vitrail.look import as_text, overlay, record, sheet
 
@@ -321,7 +349,8 @@ def look_at(pictures: Sequence[str], model: str, labels: Path | None, top: int, 
     images: dict[str, Any] = {str(path): path for path in _files(pictures)} or shapes()
     print(f"{model}: {sum(p.numel() for p in net.parameters()):,} parameters")
     if labels:
-        net.labels = tuple(labels.read_text().splitlines())
+        with reading(labels):
+            net.labels = tuple(labels.read_text(encoding="utf-8").splitlines())
         if len(net.labels) != net.config.classes:
             raise ValueError(
                 f"{labels} has {len(net.labels)} lines; the model has {net.config.classes} classes"
@@ -375,10 +404,11 @@ def _answers(model: Model, logits: Tensor, top: int) -> list[str]:
 def _model(name: str) -> tuple[Model, bool]:
     """The model of that name or place, and whether its weights are random."""
     from vitrail import models
+    from vitrail.learn.evaluate import weights_in
 
     if not Path(name).exists() and name.rpartition("/")[0].lower() in models.TABLE:
         return models.create(name), True
-    return vitrail.load(name), False
+    return vitrail.load(weights_in(name)), False
 
 
 def _files(pictures: Iterable[str]) -> list[Path]:

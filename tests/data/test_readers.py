@@ -171,7 +171,7 @@ def test_tables_that_are_refused(tmp_path, text, says):
 def test_text_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("path,label\na.png,b", encoding="utf-16")
     for place in (tmp_path, tmp_path / "a.csv"):
-        with pytest.raises(ValueError, match=r"a\.csv cannot be read: it is no text in UTF-8; save it as"):
+        with pytest.raises(ValueError, match=r"a\.csv cannot be read: expected text in UTF-8, but it"):
             open_source(place)
 
 

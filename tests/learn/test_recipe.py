@@ -53,6 +53,11 @@ def test_words_of_the_command_line() -> None:
     assert layered(changes(["learns=head"])).learns == "head"
 
 
+def test_a_word_for_a_table_and_then_its_fields() -> None:
+    assert changes(["augment=3", "augment.flip=0"]) == {"augment": {"flip": 0}}
+    assert changes(["augment.flip=0", "augment=3"]) == {"augment": 3}
+
+
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     recipe = layered(
         preset("small", (28, 28)),
@@ -81,13 +86,17 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ("batch=1.5", "batch=1.5 is not what the field takes: int"),
         ("learns=tail", "learns='tail' is not"),
         ("epochs=-1", "epochs=-1.0 is not possible; expected"),
-        ("epochs=inf", r"epochs=inf is not possible; expected from 1e-12 to 1e\+06"),
+        ("epochs=inf", r"epochs=inf is not possible; expected from 1e-12 to 1e\+12"),
         ("minutes=inf", "minutes=inf is not possible"),
         ("cache=inf", "cache=inf is not possible"),
         (f"seed={2**64}", f"seed={2**64} is not possible; expected from 0 to 9"),
         ("workers=1000000", "workers=1000000 is not possible; expected from 1 to 1024"),
         (f"batch={10**30}", "is not possible"),
         ("betas=[0.9, 1.5]", r"betas=\(0\.9, 1\.5\) are not possible; expected two from 0 to below 1"),
+        ("learns=-1", "learns=-1 is not possible; expected full, head, or a number of blocks"),
+        ("model=5", "model=5 is no model; expected a name"),
+        ("model.labels=5", "model.labels is not chosen like that"),
+        ("model.image_size=32", "model.image_size is not chosen like that: image_size=… decides it"),
         ("smoothing=1", r"smoothing=1.0 is not possible; expected from 0 to 0\.999"),
         ("batch=7", "batch=7 does not divide into 1 parts of whole pairs; expected a multiple of 2"),
         ("accumulate=3", "expected a multiple of 6"),

@@ -103,6 +103,9 @@ def test_no_folder_is_left_unless_something_was_written(tmp_path: Path) -> None:
     with locked(folder):
         (folder / "recipe.toml").touch()
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "recipe.toml"]
+    with locked(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 @pytest.mark.parametrize(("name", "why"), [("file", "File exists"), ("file/run", "Not a directory")])
@@ -126,7 +129,7 @@ def test_what_a_killed_run_left_is_tidied_up(tmp_path: Path) -> None:
     with locked(tmp_path):
         assert (tmp_path / "last" / "kept").exists(), "it was between two renames"
         assert not (tmp_path / "best" / "kept").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "best", "last"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "last"]
 
 
 @pytest.fixture

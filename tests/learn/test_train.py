@@ -237,6 +237,14 @@ def test_what_cannot_be_is_said_before_anything_is_written(
     assert not (place / "runs").exists()
 
 
+def test_a_run_is_no_place_of_pictures(place: Path, pictures: str) -> None:
+    run = train(pictures, [*SMALL, "epochs=0.5"])
+    with pytest.raises(
+        ValueError, match=f"{run} is a run, not pictures; go on with it by --resume --out {run}"
+    ):
+        train(str(run))
+
+
 def test_resuming_takes_no_other_weights_or_pictures(place: Path, pictures: str) -> None:
     run = train(pictures, [*SMALL, "epochs=0.5"])
     for given in ({"source": "digits"}, {"start": "digits"}):

@@ -92,6 +92,17 @@ class Recipe:
                 raise ValueError(f"{name}={value!r} is not possible; expected {expected}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} are not possible; expected two from 0 to below 1")
+        if isinstance(self.learns, int) and self.learns < 0:
+            raise ValueError(
+                f"learns={self.learns} is not possible; expected full, head, or a number of blocks"
+            )
+        if not isinstance(self.model.get("name", ""), str):
+            raise ValueError(f"model={self.model['name']} is no model; expected a name, such as vit-ti/16")
+        if decided := DECIDED & self.model.keys():
+            raise ValueError(
+                f"model.{min(decided)} is not chosen like that: image_size=… decides it, or the pictures, or "
+                "the weights that it starts from"
+            )
         if self.batch % (2 * self.accumulate):
             raise ValueError(
                 f"batch={self.batch} does not divide into {self.accumulate} parts of whole pairs; expected a "
@@ -123,12 +134,15 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "layer_decay": (TINY, 1),
     "clip": (0, math.inf),
     "ema": (0, 1),
-    "epochs": (TINY, MOST),
+    "epochs": (TINY, 1 / TINY),
     "minutes": (TINY, MOST),
     "warmup": (0, 1),
     "floor": (0, 1),
     "save_seconds": (0, math.inf),
 }
+
+# What is said of a model elsewhere.
+DECIDED = {"image_size", "channels", "classes", "labels", "dtype", "source"}
 
 # Where a run may begin; recipes and changes on the command line are laid over it.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -255,10 +269,11 @@ def changes(assignments: Sequence[str]) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             value = None if text.lower() == "none" else text  # what TOML cannot read is a word
         name, dot, inner = name.partition(".")
-        if name == "model" and not dot and isinstance(value, str):
+        if name == "model" and not dot and not isinstance(value, dict):
             dot, inner = ".", "name"
         if dot:
-            values.setdefault(name, {})[inner] = value
+            earlier = values.get(name)
+            values[name] = {**(earlier if isinstance(earlier, dict) else {}), inner: value}
         else:
             values[name] = value
     return values

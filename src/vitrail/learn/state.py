@@ -59,7 +59,7 @@ class WriteError(OSError):
 def locked(folder: Path) -> Iterator[None]:
     """Keeps every other run out of the folder; the system itself lets go when this process dies.
 
-    Makes the folder, and takes it away again if nothing is written: a refused run leaves none behind.
+    Makes the folder, and takes it away again where no run was begun: one that is refused leaves nothing.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     file, owner = folder / ".lock", folder / ".owner"
@@ -83,7 +83,7 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):  # others may have put something there, or taken it away
             owner.unlink()
-            if [*folder.iterdir()] == [file]:
+            if not any((folder / name).exists() for name in (RECIPE, *STATES)):
                 file.unlink()
                 for path in made:
                     path.rmdir()

@@ -177,6 +177,11 @@ def _silent(_: str) -> None:
 
 def _from_source(source: str | None) -> list[dict[str, Any]]:
     """The values that the first argument stands for."""
+    if source is not None and (Path(source) / RECIPE).is_file():
+        raise ValueError(
+            f"{source} is a run, not pictures; go on with it by --resume --out {source}, or begin from its "
+            f"weights by --from {source}"
+        )
     if source is not None and source.endswith(".toml"):
         return [{"preset": "none"}, read(Path(source))]
     return [{} if source is None else {"data": source}]

@@ -25,7 +25,7 @@ EXPECTED = (
     "Expected a folder, a file, or a hub id such as 'google/vit-base-patch16-224' or "
     "'timm/vit_tiny_patch16_224.augreg_in21k@main'"
 )
-HUB_ID = re.compile(r"(?:hf[-_]hub:)?(?P<id>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^@]+))?")
+HUB_ID = re.compile(r"(?:hf[-_]hub:)?(?P<id>(?!\.)[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^@]+))?")
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,9 @@ def reading(path: Path) -> Iterator[None]:
     except (ImportError, MemoryError):  # no fault of the file
         raise
     except UnicodeError as error:
-        raise ValueError(f"{path} cannot be read: it is no text in UTF-8; save it as that") from error
+        raise ValueError(
+            f"{path} cannot be read: expected text in UTF-8, but it holds other bytes"
+        ) from error
     except Exception as error:  # a damaged file leads to almost anything
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path} cannot be read: {reason}") from error
