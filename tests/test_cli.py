@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -189,6 +190,14 @@ def test_a_run_folder_stands_for_its_best_model(model: Path, tmp_path: Path) -> 
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "other")]) == 0
     assert vitrail.load(tmp_path / "other").labels == ("cat", "dog", "hen")
     assert main(["look", "--model", str(tmp_path / "run"), "--out", str(tmp_path / "looks")]) == 0
+
+
+def test_a_name_that_is_no_text_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "list_models", lambda **_: print("run folder", os.fsdecode(b"runs/caf\xe9")))
+    assert main(["models"]) == 2
+    assert r"vitrail: 'runs/caf\udce9' is of a name that is no text in UTF-8" in capsys.readouterr().err
 
 
 def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

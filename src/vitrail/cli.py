@@ -57,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         _complain(f"{error.filename}: {error.strerror}" if error.filename else error)
+    except UnicodeEncodeError as error:
+        word = error.object[: error.end].split()[-1]
+        _complain(f"{word!a} is of a name that is no text in UTF-8; give that file or folder another")
     except (ValueError, ImportError) as error:
         _complain(error)
     except (MemoryError, RuntimeError, TypeError) as error:

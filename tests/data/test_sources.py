@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -92,6 +94,17 @@ def test_what_is_odd_about_folders_is_told(files):
     assert empty == "class 'empty' has no pictures and is left out"
 
 
+def test_names_that_are_no_text(files, tmp_path):
+    """Shown as text can be, so that they can be printed and written down; and still found."""
+    place = files("ok/1.png")
+    shutil.copytree(place / "ok", os.fsdecode(os.fsencode(place) + b"/caf\xe9"))
+    os.rename(os.fsencode(place) + b"/caf\xe9/1.png", os.fsencode(place) + b"/caf\xe9/\xe9.png")
+    found = open_source(place)
+    assert found.classes == (r"caf\xe9", "ok")
+    assert found.splits["train"].names[0] == rf"{place}/caf\xe9/\xe9.png"
+    assert found.splits["train"].data(0) == (place / "ok/1.png").read_bytes()
+
+
 def test_real_folders_as_torchvision_reads_them(shared):
     found = open_source(shared / "data" / "clothing")
     for split, name in (("train", "train"), ("val", "validation")):
@@ -180,6 +193,13 @@ def test_largest_remainders_win():
     dataset = complete(numbered([17, 24, 39]), shares={"val": 0.1})
     assert torch.bincount(dataset.splits["val"].labels).tolist() == [2, 2, 4]
     assert dataset.notes == ("of 80 training pictures 8 for val are kept apart, class by class (seed 0)",)
+
+
+def test_small_classes_give_by_turns():
+    """Of 30 classes with two pictures each, three give one for validation, and three others one for test."""
+    dataset = complete(numbered([2] * 30), shares={"val": 0.05, "test": 0.05})
+    assert counts(dataset) == {"train": 54, "val": 3, "test": 3}
+    assert torch.bincount(dataset.splits["train"].labels).min() == 1
 
 
 def test_splits_follow_the_seed_and_leave_given_ones_alone():

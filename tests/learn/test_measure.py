@@ -273,7 +273,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(run: Path, t
         (
             "data.json",
             "{",
-            r"data\.json is damaged or gone: .*copy/best can be judged, by pictures that you name",
+            r"data\.json is damaged or gone; .*copy/best can be judged, by pictures that you name",
         ),
         (
             "recipe.toml",

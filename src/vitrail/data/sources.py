@@ -116,8 +116,8 @@ def complete(dataset: Dataset, *, seed: int = 0, shares: Mapping[str, float] | N
     rest = [order[train.labels[order] == label] for label in range(len(train.classes))]
     splits = {}
     for split, share in wanted.items():
-        counts = _quotas(torch.bincount(train.labels, minlength=len(rest)).tolist(), share)
-        counts = [min(count, max(len(of_class) - 1, 0)) for count, of_class in zip(counts, rest, strict=True)]
+        sizes = torch.bincount(train.labels, minlength=len(rest)).tolist()
+        counts = _quotas(sizes, share, [max(len(of_class) - 1, 0) for of_class in rest])
         given = torch.cat([of_class[:count] for of_class, count in zip(rest, counts, strict=True)])
         if not len(given):
             raise ValueError(
@@ -127,17 +127,22 @@ def complete(dataset: Dataset, *, seed: int = 0, shares: Mapping[str, float] | N
         rest = [of_class[count:] for of_class, count in zip(rest, counts, strict=True)]
         splits[split] = train.select(given.sort().values)
     splits = {**dataset.splits, **splits, "train": train.select(torch.cat(rest).sort().values)}
-    sizes = ", ".join(f"{len(splits[split]):,} for {split}" for split in wanted)
-    note = f"of {len(train):,} training pictures {sizes} are kept apart, class by class (seed {seed})"
+    cut = ", ".join(f"{len(splits[split]):,} for {split}" for split in wanted)
+    note = f"of {len(train):,} training pictures {cut} are kept apart, class by class (seed {seed})"
     return replace(dataset, splits=splits, notes=(*dataset.notes, note))
 
 
-def _quotas(counts: Sequence[int], share: float) -> list[int]:
-    """Of each count its share in whole numbers, in sum the share of the sum: the largest remainders win."""
+def _quotas(counts: Sequence[int], share: float, most: Sequence[int]) -> list[int]:
+    """Of each count its share in whole numbers, but no more than there is left to give.
+
+    In sum they are the share of the sum: where there is room, the largest remainders win.
+    """
     exact = [count * share for count in counts]
-    quotas = [int(quota) for quota in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: quotas[i] - exact[i])
-    for i in by_remainder[: round(sum(exact)) - sum(quotas)]:
+    whole = [int(quota) for quota in exact]
+    quotas = [min(quota, limit) for quota, limit in zip(whole, most, strict=True)]
+    roomy = [i for i in range(len(exact)) if quotas[i] < min(exact[i], most[i])]
+    by_remainder = sorted(roomy, key=lambda i: whole[i] - exact[i])
+    for i in by_remainder[: round(sum(exact)) - sum(whole)]:
         quotas[i] += 1
     return quotas
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batches import Loader
-from vitrail.data.readers.found import is_picture, need
+from vitrail.data.readers.found import is_picture, need, readable
 from vitrail.data.sources import from_files
 from vitrail.learn.evaluate import class_names, once, weights_in
 from vitrail.learn.processes import Processes, gathered, processes
@@ -133,8 +133,7 @@ def _rows(
 
 def _row(path: str, best: list[dict[str, Any]], error: str | None) -> Row:
     first = best[0] if best else {"label": None, "confidence": None}
-    readable = os.fsencode(path).decode(errors="backslashreplace")  # names of files are any bytes
-    return {"path": readable, **first, "top": best, "error": error}
+    return {"path": readable(path), **first, "top": best, "error": error}
 
 
 def _opened(out: str) -> AbstractContextManager[TextIO]:

@@ -179,7 +179,7 @@ def read_findings(folder: Path) -> Findings:
         return Findings(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} is damaged or gone: {error}. {folder / 'best'} can be judged, by pictures that you name"
+            f"{path} is damaged or gone; {folder / 'best'} can be judged, by pictures that you name"
         ) from error
 
 
@@ -196,12 +196,13 @@ def read_lines(folder: Path, until: int) -> list[dict[str, Any]]:
     """The metrics up to a step; what was written after it, whole or torn, is left out."""
     path = folder / METRICS
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
-        except ValueError:
+            early = line["step"] <= until
+        except (ValueError, LookupError, TypeError):
             break  # torn: nothing after it can be older than the state
-        if line["step"] <= until:
+        if early:
             lines.append(line)
     return lines
 

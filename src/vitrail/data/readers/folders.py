@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from vitrail.data.readers.found import SPLITS, Found, is_picture, read_file
+from vitrail.data.readers.found import SPLITS, Found, is_picture, read_file, readable
 
 
 def has_class_folders(place: Path) -> bool:
@@ -22,7 +22,7 @@ def read_folders(place: Path) -> Found:
     names = sorted({of_class.name for _, folder in folders for of_class in _folders(folder)})
     if SPLITS.keys() >= {name.lower() for name in names}:
         raise ValueError(f"{place}: expected a folder for each class inside of {', '.join(names)}")
-    found.classes = tuple(names)
+    found.classes = tuple(map(readable, names))
     beside = {folder.name for folder in _folders(place)} - {folder.name for _, folder in folders}
     if folders[0][1] != place and beside:
         found.notes.append(f"{', '.join(sorted(beside))} beside {folders[0][1].name} is passed over")
@@ -40,11 +40,13 @@ def read_folders(place: Path) -> Found:
                         passed.append(path)
     if inside:
         found.notes.append(
-            f"{inside[0]} lies inside another class but has the name of a class: its pictures count "
-            f"for the outer one ({len(inside)} such folders); move it if that is wrong"
+            f"{readable(inside[0])} lies inside another class but has the name of a class: its pictures "
+            f"count for the outer one ({len(inside)} such folders); move it if that is wrong"
         )
     if passed:
-        found.notes.append(f"{len(passed):,} files are no pictures by their names, such as {passed[0]}")
+        found.notes.append(
+            f"{len(passed):,} files are no pictures by their names, such as {readable(passed[0])}"
+        )
     return found
 
 

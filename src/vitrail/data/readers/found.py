@@ -54,8 +54,14 @@ class Found:
 
     def add(self, split: str, item: Any, name: str, label: str | None) -> None:
         """One more picture."""
-        for column, value in zip(self.splits[split], (item, name, label), strict=True):
+        row = (item, readable(name), label and readable(label))
+        for column, value in zip(self.splits[split], row, strict=True):
             column.append(value)
+
+
+def readable(name: str) -> str:
+    """The name of a file as text, which it need not be: any bytes are allowed."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 @contextmanager
