@@ -371,3 +371,13 @@ def test_a_bias_too_great_for_half_precision_stays_finite(dtype: torch.dtype, fa
     for name in ("fused", "math", "explicit", "matmul"):
         with backend(name):
             assert torch.allclose(attend(q, q, q, bias=bias).float(), weights @ q.float(), atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_bias_of_a_coarser_type_than_the_queries(name: str, dtype: torch.dtype) -> None:
+    q, k, v = qkv((2, 2, 3, 7, 4, 4))
+    bias = torch.randint(-3, 3, (3, 7)).to(dtype)
+    with backend(name):
+        found = attend(q, k, v, bias=bias)
+    assert distance(found, by_loops(q, k, v, bias=bias.double())[1]) < 1e-12

@@ -103,6 +103,7 @@ def _visible(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor 
 
 def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias as kernels take it; what is finite stays so in a smaller type."""
+    bias = bias.to(torch.promote_types(bias.dtype, dtype))
     return torch.where(bias == -torch.inf, bias, bias.clamp_min(torch.finfo(dtype).min)).to(dtype)
 
 
