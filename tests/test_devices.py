@@ -81,6 +81,33 @@ def test_a_model_and_what_is_seen_of_it(device: str) -> None:
         assert distance(there[name].weights.cpu(), call.weights) < 1e-4
 
 
+def test_compiled_at_any_batch_size(device: str) -> None:
+    model = vitrail.create("vit-ti/4", width=32, depth=2, heads=2, mlp_width=64, image_size=16)
+    randomise(model.eval().to(device))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for batch in (2, 5):
+        images = torch.randn(batch, 3, 16, 16, device=device)
+        with torch.no_grad():
+            assert distance(compiled(images), model(images)) < 1e-4
+
+
+def test_cudnns_kernel_must_be_asked_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device != "cuda":
+        pytest.skip("it is of CUDA")
+    on: list[bool] = []
+
+    def spy(q: Tensor, *args: object, **kwargs: object) -> Tensor:
+        on.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    q = torch.randn(1, 1, 8, 8, device=device)
+    attend(q, q, q)
+    with backend("cudnn"):
+        attend(q, q, q)
+    assert on == [False, True]
+
+
 def test_training_and_going_on(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """train takes CUDA by itself where there is one."""
     monkeypatch.chdir(tmp_path)

@@ -115,7 +115,7 @@ def test_nothing_readable_and_one_class_are_refused(files):
         examine(stores_of(place))
     (place / "cat" / "1.png").write_text("no picture")
     with pytest.raises(
-        ValueError, match=r"no picture of train can be read[\s\S]*1\.png: it is not a picture"
+        ValueError, match=r"no picture of train is left; 1 pictures[\s\S]*1\.png: it is not a picture"
     ):
         examine(stores_of(place))
 

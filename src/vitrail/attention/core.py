@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,12 +118,8 @@ def _fused(
     causal: bool,
     scale: float | None,
     dropout: float,
-    kernel: SDPBackend | None = None,
 ) -> Tensor:
-    """One fused kernel; torch picks the fastest that fits the device unless `kernel` names it."""
-    if kernel is not None:
-        with sdpa_kernel(kernel):
-            return _fused(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
+    """One fused kernel, which torch picks."""
     if causal and mask is None and bias is None and q.shape[-2] == k.shape[-2]:
         return F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, scale=scale)
     visible = _visible(q, k, mask, causal)
@@ -139,6 +136,22 @@ def _fused(
     blind = (bias == -torch.inf).all(-1, keepdim=True)
     bias = _cast(bias, q.dtype).masked_fill(blind, 0.0)
     return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=scale).masked_fill(blind, 0.0)
+
+
+def _by(kernel: SDPBackend | list[SDPBackend], q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """The fused kernel of this name, or the fastest of several that fits."""
+    with sdpa_kernel(kernel):
+        return _fused(q, k, v, **how)
+
+
+def _fastest(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """The fastest fused kernel that can be relied on."""
+    return _by(RELIABLE, q, k, v, **how) if q.is_cuda else _fused(q, k, v, **how)
+
+
+# Not cuDNN's, which torch prefers on Hopper chips: training in bfloat16 its gradients became NaN, always
+# at the same step, where those of flash and of the formula stayed sound (torch 2.11, H200).
+RELIABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _explicit(
@@ -174,7 +187,7 @@ def _matmul(
     long as the rows are short; long ones are left to that kernel.
     """
     if k.shape[-2] > SHORT:
-        return _fused(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
+        return _fastest(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
     if bias is not None:  # in float32, for the sum may be too great for half precision
         bias = _cast(bias, q.dtype).to(torch.promote_types(q.dtype, torch.float32))
     weights = _weights(q, k, mask=mask, bias=bias, causal=causal, scale=scale)
@@ -184,11 +197,11 @@ def _matmul(
 SHORT = 768  # keys; the weights of many more take long, and much memory, to write and read
 
 BACKENDS: dict[str, Callable[..., Tensor]] = {
-    "fused": _fused,
-    "flash": partial(_fused, kernel=SDPBackend.FLASH_ATTENTION),
-    "efficient": partial(_fused, kernel=SDPBackend.EFFICIENT_ATTENTION),
-    "cudnn": partial(_fused, kernel=SDPBackend.CUDNN_ATTENTION),
-    "math": partial(_fused, kernel=SDPBackend.MATH),
+    "fused": _fastest,
+    "flash": partial(_by, SDPBackend.FLASH_ATTENTION),
+    "efficient": partial(_by, SDPBackend.EFFICIENT_ATTENTION),
+    "cudnn": partial(_by, SDPBackend.CUDNN_ATTENTION),
+    "math": partial(_by, SDPBackend.MATH),
     "explicit": _explicit,
     "matmul": _matmul,
 }

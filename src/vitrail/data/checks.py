@@ -70,7 +70,7 @@ def examine(
     unreadable = _unreadable(stores, bad)
     for split, of_class in counts.items():
         if not any(of_class.values()):
-            raise ValueError(f"no picture of {split} can be read\n{unreadable}")
+            raise ValueError(f"no picture of {split} is left; {unreadable}")
     if unreadable and strict:
         raise ValueError(f"{unreadable}\nRepair or remove them, or leave them out by not asking to be strict")
     refuse_one_class([*next(iter(counts.values()))])

@@ -241,8 +241,8 @@ def _refuse_other(model: Model, kept: Mapping[str, Tensor], facts: Mapping[str, 
         told += f"\n  classes: {', '.join(classes[:SHOWN])} … instead of {', '.join(model.labels[:SHOWN])} …"
     if told:
         raise ValueError(
-            f"the state to go on from is of another model{told}\nSuch a change needs a run of its own: "
-            "another --out, perhaps --from the folder of this one"
+            "the state to go on from is of another model; such a change needs a run of its own, with another "
+            f"--out and perhaps --from the folder of this one{told}"
         )
 
 

@@ -148,15 +148,22 @@ DECIDED = {"image_size", "channels", "classes", "labels", "dtype", "source"}
 PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
     # Little data from scratch: convolutions see what a plain ViT would have to learn (Xiao et al. 2021),
-    # every patch votes, heads stay 32 wide or more, and augmentation stands in for the pictures missing.
+    # every patch votes, and of a short time small pictures leave the most epochs. Measured on photos: more
+    # convolutions and fewer blocks learn faster; Mixup and CutMix only pay in runs many times as long.
     "small": {
-        "model": {"name": "vit-ti/16", "depth": 6, "stem": "conv", "pool": "mean", "drop_path": 0.1},
-        "augment": {"scale": [0.35, 1.0], "layers": 2, "magnitude": 0.3, "erase": 0.25},
-        "mixup": 0.2,
-        "cutmix": 1.0,
+        "model": {
+            "name": "vit-ti/16",
+            "depth": 3,
+            "stem": "conv",
+            "stem_convolutions": 3,
+            "pool": "mean",
+            "class_token": False,
+            "drop_path": 0.1,
+        },
+        "augment": {"scale": [0.35, 1.0], "layers": 1, "magnitude": 0.3, "erase": 0.0},
         "batch": 128,
         "lr": 1e-3,
-        "ema": 0.998,
+        "ema": 0.99,
         "minutes": 15.0,
     },
     "tune": {
@@ -200,8 +207,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-SIDE = 128  # what the small preset sees larger pictures at
-PATCHES_ACROSS = 8  # about so many of its patches to a side
+SIDE = 96  # what the small preset sees larger pictures at
+PATCHES_ACROSS = 8  # its patches to a side, as nearly as powers of two come
 SMALL = 200_000  # fewer pictures than this do not teach a plain ViT what convolutions see from the start
 
 
