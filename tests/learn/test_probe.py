@@ -60,12 +60,8 @@ def test_a_feature_that_never_changes_does_no_harm(digits: tuple[Tensor, Tensor,
 
 
 def test_too_little_to_probe_with(tmp_path: Path) -> None:
-    pixels = np.zeros((4, 8, 8), np.uint8)
-    for labels, message in (
-        ([3, 3, 3, 3], "only one class, 3; expected two"),
-        ([0, 1, 0, 1], "too few to keep"),
-    ):
-        np.savez(tmp_path / "few.npz", images=pixels, labels=labels)
+    for labels, message in (([3, 3, 3, 3], "only one class, 3; expected two"), ([0, 1], "too few to keep")):
+        np.savez(tmp_path / "few.npz", images=np.zeros((len(labels), 8, 8), np.uint8), labels=labels)
         with pytest.raises(ValueError, match=message):
             probe("nowhere", str(tmp_path / "few.npz"))
 

@@ -117,7 +117,7 @@ def test_resume_takes_the_latest_run_and_its_changes(place: Path, pictures: str)
             ["model.width=32"],
             r"another model; .* with another --out and perhaps --from .*\n.*another shape: ",
         ),
-        (["model.stem=patch"], r"another model; .*\n  \d unexpected: patches\.stem"),
+        (["model.stem=patch"], r"another model; .*\n  \d+ unexpected: patches\.stem"),
         (["data=letters.npz"], r"classes: 0, 1, 2 … instead of a, b, c …"),
     ],
 )
