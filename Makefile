@@ -5,16 +5,24 @@ MODEL ?=
 PICTURES ?=
 
 VENV := .venv
+DEMO := runs/demo
 RUN := $(VENV)/bin/python -m
 INSTALL := $(RUN) pip install --quiet --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit format clean
+.PHONY: help demo look test lint types unit format clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.core  ## classify pictures and show what the model sees: make demo [MODEL=...] [PICTURES=...]
+demo: $(VENV)/.core  ## train on handwritten digits (half a minute): figures and a report
+	@if test -e $(DEMO)/report.html; then \
+		$(RUN) vitrail evaluate $(DEMO) && echo "report     $(DEMO)/report.html"; \
+	else \
+		$(RUN) vitrail train --out $(DEMO) $$(test ! -e $(DEMO)/recipe.toml || echo --resume); \
+	fi
+
+look: $(VENV)/.core  ## show what a model sees: make look [MODEL=...] [PICTURES=...]
 	@$(RUN) vitrail look $${MODEL:+--model "$$MODEL"} $${PICTURES:+"$$PICTURES"}
 
 test: lint types unit  ## everything that must hold: lint, types, tests
