@@ -20,8 +20,9 @@ from vitrail.learn.recipe import Recipe
 from vitrail.models import Model
 
 WARM_UP = 3  # steps that compile, allocate, and use up what the loader had ready
-STEPS = 12
-ENOUGH = 6.0  # seconds of measuring, after which fewer steps do
+LEAST = 4  # steps that are measured,
+SECONDS = 2.5  # and for how long at least: the rate of a machine comes and goes
+SCHEDULE = 1000  # steps that the copy believes to have before it
 CLEARLY = 0.95  # what a later way must take at most of the time of those before, to be worth its rounding
 
 # Kind of device → what "auto" may become.
@@ -50,14 +51,17 @@ def pace(model: Model, objective: Objective, batches: Batches, recipe: Recipe, h
     learner = begin(copy.deepcopy(model), recipe)
     taught = Taught(learner.model, objective)
     with closing(batches(0)) as stream:
-        began = time.monotonic()
-        for step in range(WARM_UP + STEPS):
-            if step == WARM_UP:
-                began = time.monotonic()
-            take_step(taught, learner, next(stream), recipe, 2 * (WARM_UP + STEPS), alone, stop=lambda: False)
-            if step > WARM_UP and time.monotonic() - began > ENOUGH:
-                break
-    return Pace((time.monotonic() - began) / (step + 1 - WARM_UP), _memory(here.device))
+
+        def step() -> None:
+            take_step(taught, learner, next(stream), recipe, SCHEDULE, alone, stop=lambda: False)
+
+        for _ in range(WARM_UP):
+            step()
+        began, steps = time.monotonic(), 0
+        while steps < LEAST or time.monotonic() - began < SECONDS:
+            step()
+            steps += 1
+    return Pace((time.monotonic() - began) / steps, _memory(here.device))
 
 
 def settle(
