@@ -38,6 +38,7 @@ RUNS = Path("runs")
 FIGURES = "figures.json"
 REPORT = "report.html"
 LOOKED_AT = 32  # pictures whose sizes tell the size of all
+KEPT = 0.95  # of the minutes are planned for: rates come and go
 NATIVE = 64  # pictures no larger than this are taken as they are
 HEADING = "Written by vitrail train, complete. Go on with: vitrail train --resume --out {folder}"
 
@@ -306,7 +307,7 @@ def _settle(setting: Setting, *, dry_run: bool) -> tuple[Setting, Pace | None]:
         settle(setting.model, setting.objective, setting.batches, recipe, setting.here), setting.here
     )
     if recipe.minutes is not None:
-        epochs = 60 * recipe.minutes / _epoch_seconds(setting, measured)
+        epochs = KEPT * 60 * recipe.minutes / _epoch_seconds(setting, measured)
         recipe = replace(recipe, epochs=round(epochs, 2) or 0.01, minutes=None)
     return setting._replace(recipe=recipe), measured
 
