@@ -47,7 +47,7 @@ def examine(
     *,
     strict: bool = False,
     workers: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Findings:
     """Reads and decodes every picture once, which fills the stores, and looks for what misleads training.
 
@@ -65,7 +65,9 @@ def examine(
                     bad[split][index] = why
                 else:
                     same[digest].append((split, index))
-            progress(done := done + len(chunk), len(every))
+            done += len(chunk)
+            if progress is not None:
+                progress(done, len(every))
     counts = {split: _counts(store, bad[split]) for split, store in stores.items()}
     unreadable = _unreadable(stores, bad)
     for split, of_class in counts.items():

@@ -14,6 +14,7 @@ from torch import Tensor
 from vitrail.data.batches import Loader
 from vitrail.data.sources import Pictures
 from vitrail.learn.processes import Processes, gathered
+from vitrail.learn.progress import followed
 
 Z = 1.959964  # standard deviations to each side that hold 95 % of a normal distribution
 BINS = 15  # of confidence, as Guo et al. (2017) have them
@@ -162,13 +163,14 @@ class Answers(NamedTuple):
 @torch.inference_mode()
 def answers(model: Callable[[Tensor], Tensor], loader: Loader, here: Processes) -> Answers:
     """A model's logits, or what else it gives for images, of all pictures of a loader without `train`."""
-    parts = [(model(batch.images).float().cpu(), batch.index) for batch in loader.epoch() if len(batch.index)]
+    batches = followed(loader, "picture")
+    parts = [(model(batch.images).float().cpu(), batch.index) for batch in batches if len(batch.index)]
     everyone = gathered((parts, loader.bad), here)
-    batches = [batch for batches, _ in everyone for batch in batches]
+    answered = [part for parts, _ in everyone for part in parts]
     bad = {index: why for _, of_process in everyone for index, why in of_process.items()}
-    if not batches:
+    if not answered:
         raise ValueError(f"none of {len(loader.store.pictures):,} pictures can be read: {min(bad.values())}")
-    outputs, index = (torch.cat(column) for column in zip(*batches, strict=True))
+    outputs, index = (torch.cat(column) for column in zip(*answered, strict=True))
     return Answers(outputs, index, bad)
 
 

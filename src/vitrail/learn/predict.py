@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from vitrail.data.batches import Loader
+from vitrail.data.batches import Batch
 from vitrail.data.readers.found import is_picture, need, readable
 from vitrail.data.sources import from_files
 from vitrail.learn.evaluate import class_names, once, weights_in
 from vitrail.learn.processes import Processes, gathered, processes
+from vitrail.learn.progress import followed
 from vitrail.models import Model
 from vitrail.weights import load
 from vitrail.words import nearest
@@ -64,7 +65,8 @@ def predict(
         model = load(weights_in(source)).to(here.device)
         labels = class_names(model, source)
         loader = once(from_files(paths), model, here, batch=batch, workers=workers)
-        chunks = _in_order(_chunks(model, loader, min(top, len(labels))), loader.bad, here)
+        batches = loader.epoch() if out == "-" else followed(loader, "picture")
+        chunks = _in_order(_chunks(model, batches, min(top, len(labels))), loader.bad, here)
         if here.first:
             Path(out).parent.mkdir(parents=True, exist_ok=True)
             with WRITERS[ending](out) as write:
@@ -91,8 +93,8 @@ def expanded(pictures: Iterable[str | os.PathLike[str]]) -> list[str]:
     return paths
 
 
-def _chunks(model: Model, loader: Loader, top: int) -> Iterator[Chunk]:
-    for batch in loader.epoch():
+def _chunks(model: Model, batches: Iterable[Batch], top: int) -> Iterator[Chunk]:
+    for batch in batches:
         if len(batch.index):
             with torch.inference_mode():
                 best = model(batch.images).float().softmax(1).topk(top)

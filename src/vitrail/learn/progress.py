@@ -6,9 +6,11 @@ import shutil
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from vitrail.data.batches import Batch, Loader
 from vitrail.learn.board import write_board
 from vitrail.learn.learner import Learner
 from vitrail.learn.state import BOARD, write_lines
@@ -34,8 +36,7 @@ class Progress:
         now = time.monotonic()
         if self.moves and now - self.shown > REFRESH:
             self.shown = now
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r{self._line()[:width]:<{width}}", end="", flush=True)
+            _redraw(self._line(), sys.stdout)
 
     def _line(self) -> str:
         elapsed = time.monotonic() - self.began
@@ -60,8 +61,38 @@ class Progress:
     def end(self) -> None:
         """Leaves the moving line."""
         if self.moves:
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r{'':<{width}}\r", end="")
+            _redraw("", sys.stdout)
+
+
+def ticker(what: str) -> Callable[[int, int], None]:
+    """To be called with how many are done, of how many: told on a terminal, in a line that moves and goes."""
+    began = shown = time.monotonic()
+
+    def tick(done: int, of: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if sys.stderr.isatty() and (now - shown > REFRESH or done == of):
+            shown = now
+            rate = done / (now - began)
+            left = f"{what} {done:,} of {of:,}  {rate:,.0f}/s  left {clock((of - done) / rate)}"
+            _redraw(left if done < of else "", sys.stderr)
+
+    return tick
+
+
+def followed(loader: Loader, what: str) -> Iterator[Batch]:
+    """The batches of a loader, each once, with a ticker."""
+    tick, of = ticker(what), len(loader.used)
+    for step, batch in enumerate(loader.epoch(), start=1):
+        yield batch
+        if loader.rank == 0:
+            tick(min(step * loader.batch, of), of)
+
+
+def _redraw(text: str, terminal: TextIO) -> None:
+    """The terminal's last line, with another text or none."""
+    width = shutil.get_terminal_size().columns - 1
+    print(f"\r{text[:width]:<{width}}", end="" if text else "\r", flush=True, file=terminal)
 
 
 class Journal:

@@ -27,7 +27,7 @@ from vitrail.learn.objectives import OBJECTIVES, Objective, mix_pairs
 from vitrail.learn.optimiser import freeze
 from vitrail.learn.pace import Pace, settle
 from vitrail.learn.processes import Processes, agreed, processes
-from vitrail.learn.progress import clock, told
+from vitrail.learn.progress import clock, ticker, told
 from vitrail.learn.recipe import Recipe, changes, choose, layered, preset, read, to_toml
 from vitrail.learn.report import write_report
 from vitrail.learn.state import FINDINGS, RECIPE, STATES, locked, read_state, write_text
@@ -226,7 +226,8 @@ def _set_up(
         )
         for split, pictures in dataset.splits.items()
     }
-    findings = examine(stores, strict=strict, workers=recipe.workers)
+    tick = ticker("reading picture") if here.first else None
+    findings = examine(stores, strict=strict, workers=recipe.workers, progress=tick)
     loaders = {
         split: Loader(
             store,
