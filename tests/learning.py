@@ -25,7 +25,7 @@ from vitrail.learn.learner import Learner, begin, from_state, validate
 from vitrail.learn.objectives import Objective, classify, mix_pairs
 from vitrail.learn.processes import Processes, agreed, processes
 from vitrail.learn.recipe import Recipe, changes, layered
-from vitrail.learn.state import locked, read_state
+from vitrail.learn.state import locked, read_state, write_model
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 STEPS, PER_EPOCH, BATCH = 6, 2, 16
@@ -125,8 +125,10 @@ def run(
             judge,
             recipe,
             state,
+            lambda model, kind: write_model(model, folder / kind),
             steps=steps,
             per_epoch=PER_EPOCH,
+            period=PER_EPOCH,
             folder=folder,
             here=here,
         )

@@ -13,6 +13,7 @@ from torch import nn
 
 import learning
 from compare import distance
+from vitrail.learn.recipe import changes
 from vitrail.learn.state import STATES, read_lines
 
 
@@ -30,10 +31,11 @@ def torchrun(folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """One run of one process, one of two; in parts, with batch norms and mixed pictures."""
+    """One run of one process, one of two; with batch norms, mixed pictures, and noise inside the model."""
     folder = tmp_path_factory.mktemp("processes")
-    learning.run(folder / "one", learning.recipe(batch=32))
-    done = torchrun(folder / "two", "batch=32")
+    words = ["batch=32", "model.drop_path=0.4", "model.dropout=0.2"]
+    learning.run(folder / "one", learning.recipe(**changes(words)))
+    done = torchrun(folder / "two", *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("validation") == 3, "not one voice"
     return folder / "one", folder / "two"
@@ -61,7 +63,7 @@ def test_a_run_of_one_goes_on_as_two(both: tuple[Path, Path], tmp_path: Path) ->
     one, _ = both
     shutil.copytree(one, tmp_path, dirs_exist_ok=True)
     (tmp_path / STATES[0]).unlink()  # the last one; the other is a step older
-    done = torchrun(tmp_path, "batch=32")
+    done = torchrun(tmp_path, "batch=32", "model.drop_path=0.4", "model.dropout=0.2")
     assert "going on after step 5 of 6; sums round differently now, as" in done.stdout
     assert "processes was 1, is 2" in done.stdout
     kept, other = (load_file(folder / "last" / "model.safetensors") for folder in (one, tmp_path))

@@ -18,12 +18,13 @@ from vitrail.learn.objectives import Objective
 from vitrail.learn.processes import Processes, together
 from vitrail.learn.progress import Journal, Progress
 from vitrail.learn.recipe import Recipe
-from vitrail.learn.state import State, rewind, write_model, write_state
+from vitrail.learn.state import State, rewind, write_state
 
 EVERY = 50  # steps between lines of metrics, besides those of a validation or a state
 
 Batches = Callable[[int], Generator[Any, None, None]]  # from a step on: the batches that follow
 Validate = Callable[[nn.Module], dict[str, float]]
+Keep = Callable[[Any, str], None]  # writes a model under a name: "last" or "best"
 
 
 class Stopped(KeyboardInterrupt):
@@ -37,17 +38,19 @@ def fit(
     validate: Validate,
     recipe: Recipe,
     state: State | None,
+    keep: Keep,
     *,
     steps: int,
     per_epoch: int,
+    period: int,
     folder: Path,
     here: Processes,
 ) -> None:
     """Takes the learner through all steps that it has not done. state: where it goes on from, if it does.
 
-    Every epoch is validated; the state is kept after it, and every `save_seconds` between. Raises
-    Stopped when a signal came (the state is kept), DivergedError when the loss is no number (the state
-    from before stays).
+    It is validated after every `period` steps, and the state is kept every `save_seconds`; both at the
+    end. Raises Stopped when a signal came (the state is kept), DivergedError when the loss is no number
+    (the state from before stays).
     """
     facts = {"threads": torch.get_num_threads(), "processes": here.world, "device": here.device.type}
     if here.first:
@@ -57,7 +60,7 @@ def fit(
     if state is not None:
         progress.say(_resumed(state, steps, facts))
         if here.first:
-            write_model(learner.result, folder / "last")  # it may be what a crash has spoiled
+            keep(learner.result, "last")  # it may be what a crash has spoiled
     journal = Journal(learner, folder, per_epoch, here.first)
     saved = began = time.monotonic()
     spent = learner.seconds
@@ -81,7 +84,7 @@ def fit(
             journal.add(figures, waited)
             progress.step(learner.step, figures, waited)
             done = learner.step == steps
-            if learner.step % per_epoch == 0 or done:
+            if learner.step % period == 0 or done:
                 scores = validate(learner.result)
                 better = learner.best is None or _rank(scores) > _rank(learner.best)
                 if better:
@@ -89,13 +92,13 @@ def fit(
                 journal.close(scores)
                 progress.validation(scores, better)
                 if better and here.first:
-                    write_model(learner.result, folder / "best")
+                    keep(learner.result, "best")
             elif learner.step % EVERY == 0:
                 journal.close()
             due = time.monotonic() - saved >= recipe.save_seconds
-            if here.first and (learner.step % per_epoch == 0 or done or stopped or due):
+            if here.first and (done or stopped or due):
                 journal.close()
-                write_model(learner.result, folder / "last")
+                keep(learner.result, "last")
                 write_state(folder, to_state(learner, facts))
                 saved = time.monotonic()
             if stopped and not done:

@@ -19,6 +19,7 @@ from vitrail.data.seeds import mix
 from vitrail.learn.objectives import Lesson, Objective
 from vitrail.learn.optimiser import (
     adamw,
+    blocks_of,
     checkpoint_blocks,
     follow,
     freeze,
@@ -30,10 +31,7 @@ from vitrail.learn.optimiser import (
 from vitrail.learn.processes import Processes, gathered, summed
 from vitrail.learn.recipe import Recipe
 from vitrail.learn.state import State
-from vitrail.models import Model
 from vitrail.weights.names import differences
-
-SHOWN = 3  # names of classes, in an error
 
 
 class DivergedError(ValueError):
@@ -44,15 +42,15 @@ class DivergedError(ValueError):
 class Learner:
     """Everything that a state has to hold: all randomness is derived from the step."""
 
-    model: Model
-    average: Model | None  # of the model's weights, where the recipe asks for it
+    model: nn.Module
+    average: nn.Module | None  # of the model's weights, where the recipe asks for it
     optimiser: torch.optim.Optimizer
     step: int = 0  # how many are done
     best: dict[str, float] | None = None  # figures of the best validation, and its step
     seconds: float = 0.0  # of training, over all resumptions
 
     @property
-    def result(self) -> Model:
+    def result(self) -> nn.Module:
         """The model to evaluate and to keep."""
         return self.model if self.average is None else self.average
 
@@ -69,7 +67,7 @@ class Taught(nn.Module):
         return self.objective(self.model, batch)
 
 
-def begin(model: Model, recipe: Recipe) -> Learner:
+def begin(model: nn.Module, recipe: Recipe) -> Learner:
     """A model made ready to learn as the recipe says."""
     freeze(model, recipe.learns)
     average = copy.deepcopy(model).eval().requires_grad_(False) if recipe.ema else None
@@ -77,7 +75,8 @@ def begin(model: Model, recipe: Recipe) -> Learner:
     if recipe.checkpoint_blocks:
         checkpoint_blocks(model)
     if recipe.compile:
-        model.compile()
+        for part in blocks_of(model) or [model]:  # however the model is called, and compiled once for all
+            part.compile()
     return Learner(model, average, adamw(grouped, recipe.betas))
 
 
@@ -103,13 +102,12 @@ def take_step(
     """One step down; the figures of the global batch, the rate, and `stop`, how many processes want to.
 
     taught: Taught, or what `together` made of it. Raises DivergedError before anything is changed but the
-    statistics of batch norms. Noise inside blocks (dropout, drop path) is drawn by each process for
-    itself, so with it, and only with it, two processes learn otherwise than one.
+    statistics of batch norms.
     """
     factor = schedule(learner.step, steps, warmup=round(recipe.warmup * steps), floor=recipe.floor)
     set_rate(learner.optimiser, recipe.lr * factor)
     set_training(learner.model)
-    torch.manual_seed(mix(recipe.seed, learner.step, "noise", here.rank))
+    torch.manual_seed(mix(recipe.seed, learner.step, "noise"))
     parts = list(_parts(batch, recipe.accumulate, here.device))
     figures: dict[str, Tensor] = {}
     for number, part in enumerate(parts, start=1):
@@ -144,16 +142,19 @@ def validate(
 ) -> dict[str, float]:
     """The objective's loss and figures over all batches of all processes, each picture counted once."""
     model.eval()
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, float] = defaultdict(float)
     for batch in batches:
         (part,) = _parts(batch, 1, here.device)
         with kernels(recipe), autocast(recipe, here.device):
             lesson = objective(model, part)
-        figures = {"loss": lesson.loss, **lesson.figures, "count": torch.ones((), device=here.device)}
-        for name, mean in figures.items():
-            sums[name] = sums.get(name, 0) + mean.double() * len(part.labels)
-    *values, count = summed(torch.stack(list(sums.values())), here).tolist()
-    return dict(zip(sums, (value / count for value in values), strict=False))
+        samples = len(part[0])
+        for name, mean in {"loss": lesson.loss, **lesson.figures}.items():
+            sums[name] += float(mean) * samples
+        sums["count"] += samples
+    whole = gathered(dict(sums), here)  # of a process that had none: empty
+    count = sum(of_process.get("count", 0) for of_process in whole)
+    names = dict.fromkeys(name for of_process in whole for name in of_process if name != "count")
+    return {name: sum(of_process.get(name, 0) for of_process in whole) / count for name in names}
 
 
 def _parts(batch: Any, count: int, device: torch.device) -> Iterator[Any]:
@@ -184,11 +185,12 @@ def _diagnosis(
         if name
     ]
     plain = taught.module if isinstance(taught, DistributedDataParallel) else taught
-    torch.manual_seed(mix(recipe.seed, learner.step, "noise", here.rank))
+    torch.manual_seed(mix(recipe.seed, learner.step, "noise"))
     eager = torch.compiler.set_stance("force_eager")
     with torch.no_grad(), eager, kernels(recipe), autocast(recipe, here.device):
         for part in parts:
-            look("the pictures", part.images)
+            for name, field in part._asdict().items():
+                look(f"the batch's {name}", field)
             plain(part)
     for handle in handles:
         handle.remove()
@@ -205,12 +207,7 @@ def to_state(learner: Learner, facts: dict[str, Any]) -> State:
     for name, parameter in _named(learner.optimiser):
         for kind, tensor in learner.optimiser.state[parameter].items():
             tensors[f"optimiser/{name}/{kind}"] = tensor
-    own = {
-        "step": learner.step,
-        "best": learner.best,
-        "seconds": learner.seconds,
-        "classes": learner.model.labels,
-    }
+    own = {"step": learner.step, "best": learner.best, "seconds": learner.seconds}
     return State(tensors, {**facts, **own})
 
 
@@ -220,7 +217,7 @@ def from_state(learner: Learner, state: State) -> None:
     for path, tensor in state.tensors.items():
         folder, _, name = path.partition("/")
         folders[folder][name] = tensor
-    _refuse_other(learner.model, folders["model"], state.facts)
+    _refuse_other(learner.model, folders["model"])
     learner.model.load_state_dict(folders["model"])
     if learner.average is not None:
         learner.average.load_state_dict(folders["average"] or folders["model"])
@@ -233,13 +230,10 @@ def from_state(learner: Learner, state: State) -> None:
     learner.step, learner.best, learner.seconds = (state.facts[key] for key in ("step", "best", "seconds"))
 
 
-def _refuse_other(model: Model, kept: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """A state of another network, or of other classes."""
+def _refuse_other(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
+    """A state of another network."""
     ours, theirs = ({name: t.shape for name, t in tensors.items()} for tensors in (model.state_dict(), kept))
-    told = differences(ours, theirs)
-    if (classes := tuple(facts.get("classes", model.labels))) != model.labels:
-        told += f"\n  classes: {', '.join(classes[:SHOWN])} … instead of {', '.join(model.labels[:SHOWN])} …"
-    if told:
+    if told := differences(ours, theirs):
         raise ValueError(
             "the state to go on from is of another model; such a change needs a run of its own, with another "
             f"--out and perhaps --from the folder of this one{told}"

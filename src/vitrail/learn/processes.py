@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from vitrail.models.block import DropPath
+
 T = TypeVar("T")
 
 
@@ -60,7 +62,18 @@ def together(module: nn.Module, here: Processes) -> nn.Module:
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             part.forward = partial(shared_batch_norm, part)  # type: ignore[method-assign]
+        elif isinstance(part, DropPath | nn.Dropout):
+            part.forward = partial(shared_draw, part, here)  # type: ignore[method-assign]
     return DistributedDataParallel(module, gradient_as_bucket_view=True)
+
+
+def shared_draw(part: nn.Module, here: Processes, x: Tensor) -> Tensor:
+    """What chance leaves of x (batch, …): drawn alike everywhere, for the batches of all processes."""
+    if not part.training:
+        return x
+    of_one = (1,) * (x.ndim - 1) if isinstance(part, DropPath) else x.shape[1:]
+    drawn = type(part).forward(part, x.new_ones(len(x) * here.world, *of_one))
+    return x * drawn.tensor_split(here.world)[here.rank]
 
 
 def shared_batch_norm(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:

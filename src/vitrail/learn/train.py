@@ -30,7 +30,7 @@ from vitrail.learn.processes import Processes, agreed, processes
 from vitrail.learn.progress import clock, ticker, told
 from vitrail.learn.recipe import Recipe, changes, choose, layered, preset, read, to_toml
 from vitrail.learn.report import write_report
-from vitrail.learn.state import FINDINGS, RECIPE, STATES, locked, read_state, write_text
+from vitrail.learn.state import FINDINGS, RECIPE, STATES, locked, read_state, write_model, write_text
 from vitrail.models import Model, create
 from vitrail.weights import load
 
@@ -38,6 +38,7 @@ RUNS = Path("runs")
 FIGURES = "figures.json"
 REPORT = "report.html"
 LOOKED_AT = 32  # pictures whose sizes tell the size of all
+LEAST = 20  # steps between validations, where an epoch has fewer
 KEPT = 0.95  # of the minutes are planned for: rates come and go
 NATIVE = 64  # pictures no larger than this are taken as they are
 HEADING = "Written by vitrail train, complete. Go on with: vitrail train --resume --out {folder}"
@@ -145,8 +146,10 @@ def train(
             lambda model: setting.score(model, "val"),
             recipe,
             state,
+            lambda model, kind: write_model(model, folder / kind),
             steps=steps,
             per_epoch=per_epoch,
+            period=per_epoch * -(-LEAST // per_epoch),
             folder=folder,
             here=here,
         )
