@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ import learning
 import vitrail
 from compare import same
 from learning import PER_EPOCH, STEPS, recipe, run
-from vitrail.learn.fit import Stopped
-from vitrail.learn.learner import DivergedError
+from vitrail.learn import learner
+from vitrail.learn.fit import Stopped, fit
+from vitrail.learn.learner import DivergedError, begin, validate
 from vitrail.learn.objectives import Lesson, classify
 from vitrail.learn.state import STATES, read_lines, read_state
 
@@ -35,17 +38,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def alike(folder: Path, other: Path) -> bool:
-    """Bit for bit: weights, averages, optimiser, the saved models, and which metrics there are."""
+    """Bit for bit: weights, averages, optimiser, the saved models, and every validation."""
     one, two = read_state(folder), read_state(other)
     assert one is not None
     assert two is not None
-    texts = [(f / "metrics.jsonl").read_text().splitlines() for f in (folder, other)]
-    steps = [[(line["part"], line["step"]) for line in map(json.loads, lines)] for lines in texts]
-    validations = [{step for part, step in each if part == "val"} for each in steps]
-    assert validations[0] == validations[1]
-    assert all(len(each) == len(set(each)) for each in steps), "a line of metrics is there twice"
+    metrics = [read_lines(f, 10**9) for f in (folder, other)]
+    validations = [
+        [(line["step"], line["loss"], line["accuracy"]) for line in lines if line["part"] == "val"]
+        for lines in metrics
+    ]
+    for lines in metrics:
+        places = [(line["part"], line["step"]) for line in lines]
+        assert len(places) == len(set(places)), "a line of metrics is there twice"
     return (
-        one.facts["best"] == two.facts["best"]
+        validations[0] == validations[1]
+        and one.facts["best"] == two.facts["best"]
         and one.tensors.keys() == two.tensors.keys()
         and all(same(one.tensors[name], two.tensors[name]) for name in one.tensors)
         and all(
@@ -219,6 +226,61 @@ def test_a_spike_of_the_loss_is_no_reason_to_stop(tmp_path: Path) -> None:
         return lesson._replace(loss=lesson.loss * 1e6) if model.training else lesson
 
     assert run(tmp_path, recipe(), objective=objective).step == STEPS
+
+
+def test_any_module_and_objective_will_do(tmp_path: Path) -> None:
+    """A line through points, whose model nobody but its own `keep` knows how to write."""
+
+    class Points(NamedTuple):
+        x: torch.Tensor
+        y: torch.Tensor
+
+    def batches(step: int) -> Iterator[Points]:
+        while True:
+            x = torch.randn(32, 1, generator=torch.Generator().manual_seed(step))
+            yield Points(x, 3 * x - 2)
+            step += 1
+
+    def objective(model: nn.Module, batch: Points) -> Lesson:
+        return Lesson((model(batch.x) - batch.y).square().mean(), {})
+
+    plain = recipe(lr=0.1, ema=0)
+    line = begin(nn.Linear(1, 1), plain)
+    kept: dict[str, float] = {}
+    fit(
+        line,
+        objective,
+        batches,
+        lambda model: validate(model, objective, [next(batches(1000))], plain, learning.ALONE),
+        plain,
+        None,
+        lambda model, kind: kept.update({kind: model.weight.item()}),
+        steps=200,
+        per_epoch=50,
+        period=50,
+        folder=tmp_path,
+        here=learning.ALONE,
+    )
+    assert line.model.weight.item() == pytest.approx(3, abs=0.05)
+    assert line.model.bias.item() == pytest.approx(-2, abs=0.05)
+    assert kept["last"] == line.model.weight.item()
+    assert [line["step"] for line in read_lines(tmp_path, 200) if line["part"] == "val"] == [
+        50,
+        100,
+        150,
+        200,
+    ]
+
+
+def test_a_process_without_validation_pictures_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, held = learning.tiny(recipe()), [learning.digits()]
+    alone = validate(net, classify(), held, recipe(), learning.ALONE)
+    monkeypatch.setattr(learner, "gathered", lambda mine, here: [{}, mine, {}])
+    assert validate(net, classify(), held, recipe(), learning.ALONE) == alone
+    other = {"loss": 0.0, "accuracy": 0.0, "count": 300}
+    monkeypatch.setattr(learner, "gathered", lambda mine, here: [mine, other])
+    together = validate(net, classify(), held, recipe(), learning.ALONE)
+    assert together["loss"] == pytest.approx(alone["loss"] / 4)  # 100 of 400
 
 
 def test_metrics_and_tensorboard_say_the_same(undisturbed: Path) -> None:

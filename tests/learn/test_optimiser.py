@@ -1,7 +1,6 @@
 """Groups, rates, averages and freezing, against arithmetic, torch and timm."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -195,7 +194,7 @@ def test_checkpointed_blocks_give_the_same_with_less_memory():
             torch.manual_seed(1)
             net.train()(images).square().sum().backward()
             sizes.append(sum(kept))
-    assert sizes[1] < sizes[0] / 2 < math.inf
+    assert sizes[1] < sizes[0] / 2
     assert thrifty.state_dict().keys() == plain.state_dict().keys()
     for ours, theirs in zip(plain.parameters(), thrifty.parameters(), strict=True):
         assert same(ours.grad, theirs.grad)

@@ -203,3 +203,21 @@ def test_two_processes_judge_each_picture_once(model: str, pictures: list[Path],
     assert two["loss"] == pytest.approx(alone.loss, rel=1e-5)
     assert two["bad"] == alone.bad
     assert len(two["bad"]) == 2
+
+
+def test_half_precision_weights(model: str, pictures: list[Path], tmp_path: Path) -> None:
+    half = vitrail.load(model).bfloat16()
+    vitrail.save(half, tmp_path / "half")
+    assert predict(str(tmp_path / "half"), [pictures[1]], str(tmp_path / "a.jsonl")) == 0
+    exact = half.float()  # bfloat16 as it was rounded, computed in float32
+    chances = exact(exact.preprocess(pictures[1])[None]).softmax(-1)
+    (row,) = read(tmp_path / "a.jsonl")
+    assert row["confidence"] == pytest.approx(chances.max().item(), abs=1e-5)
+
+
+def test_an_answer_that_is_no_number_is_an_error(model: str, pictures: list[Path], tmp_path: Path) -> None:
+    net = vitrail.load(model)
+    torch.nn.init.constant_(net.head.bias, torch.nan)
+    vitrail.save(net, tmp_path / "spoiled")
+    assert predict(str(tmp_path / "spoiled"), pictures[1:3], str(tmp_path / "a.jsonl")) == 2
+    assert all("no number" in row["error"] and row["top"] == [] for row in read(tmp_path / "a.jsonl"))

@@ -27,6 +27,8 @@ def curves(
     for number, (name, line) in enumerate(lines.items()):
         step = -(-len(line) // MOST)
         some = [point for point in (*line[:-1:step], line[-1]) if all(map(math.isfinite, point))]
+        if not some:
+            continue
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in some)
         drawn.append(f'<polyline class="s{number}" points="{path}"/>')
         at = LEFT + 8 + 150 * number

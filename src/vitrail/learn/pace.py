@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import resource
 import sys
 import time
 from contextlib import closing
@@ -35,6 +34,7 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
         {"precision": "float32", "attention": "fused"},
         {"precision": "bfloat16", "attention": "fused"},
     ),
+    "mps": ({"precision": "float32", "attention": "fused"},),
 }
 
 
@@ -42,7 +42,7 @@ class Pace(NamedTuple):
     """What one step takes."""
 
     seconds: float
-    memory: int  # the most that this process has held so far, bytes
+    memory: int  # bytes, at the most
 
 
 def pace(model: Model, objective: Objective, batches: Batches, recipe: Recipe, here: Processes) -> Pace:
@@ -50,6 +50,8 @@ def pace(model: Model, objective: Objective, batches: Batches, recipe: Recipe, h
     alone = replace(here, rank=0, world=1)  # the copies of several processes need not agree
     learner = begin(copy.deepcopy(model), recipe)
     taught = Taught(learner.model, objective)
+    if here.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(here.device)
     with closing(batches(0)) as stream:
 
         def step() -> None:
@@ -69,7 +71,7 @@ def settle(
 ) -> tuple[Recipe, Pace]:
     """The recipe with "auto" replaced by what was fastest, and the pace that it goes at."""
     ways: list[Recipe] = []
-    for way in WAYS.get(here.device.type, WAYS["cuda"]):
+    for way in WAYS[here.device.type]:
         asked = {name: value for name, value in way.items() if getattr(recipe, name) == "auto"}
         if (chosen := replace(recipe, **asked)) not in ways:
             ways.append(chosen)
@@ -82,7 +84,12 @@ def settle(
 
 
 def _memory(device: torch.device) -> int:
+    """The most that the device, or else this process, has held so far; 0 where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

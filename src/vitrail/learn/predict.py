@@ -25,6 +25,7 @@ from vitrail.weights import load
 from vitrail.words import nearest
 
 COLUMNS = ("path", "label", "confidence", "top", "error")
+NO_NUMBER = "the model answers with no number; its weights are damaged, or its training went wrong"
 ROW_GROUP = 10_000  # rows that a Parquet file keeps together
 
 Row = dict[str, Any]
@@ -47,13 +48,15 @@ def predict(
     top: int = 5,
     batch: int = 32,
     workers: int | None = None,
+    device: str = "auto",
 ) -> int:
     """Writes a row for each picture, and returns how many could not be read.
 
     source: a run folder, or anything that vitrail.load reads. pictures: files, and folders of them.
     out: a file .csv, .jsonl or .parquet; "-" prints CSV. A row has the columns path, label, confidence,
     top (the likeliest classes, each with its confidence) and error, which says why there is no answer.
-    batch: pictures at a time in each process. Under torchrun the first process writes.
+    batch: pictures at a time in each process. device: as processes takes it. Under torchrun the first
+    process writes.
     """
     if Path(out).is_dir():
         raise ValueError(f"{out} is a folder; give the name of a file, such as {Path(out) / 'answers.csv'}")
@@ -61,12 +64,12 @@ def predict(
     if ending not in WRITERS:
         raise ValueError(f"{out} cannot be written: its ending is {ending!r}; {nearest(ending, WRITERS)}")
     paths = expanded(pictures)
-    with processes() as here:
-        model = load(weights_in(source)).to(here.device)
+    with processes(device) as here:
+        model = load(weights_in(source), dtype=torch.float32).to(here.device)
         labels = class_names(model, source)
         loader = once(from_files(paths), model, here, batch=batch, workers=workers)
         batches = loader.epoch() if out == "-" else followed(loader, "picture")
-        chunks = _in_order(_chunks(model, batches, min(top, len(labels))), loader.bad, here)
+        chunks = _in_order(_chunks(model, batches, min(top, len(labels)), loader.bad), loader.bad, here)
         if here.first:
             Path(out).parent.mkdir(parents=True, exist_ok=True)
             with WRITERS[ending](out) as write:
@@ -93,12 +96,15 @@ def expanded(pictures: Iterable[str | os.PathLike[str]]) -> list[str]:
     return paths
 
 
-def _chunks(model: Model, batches: Iterable[Batch], top: int) -> Iterator[Chunk]:
+def _chunks(model: Model, batches: Iterable[Batch], top: int, bad: dict[int, str]) -> Iterator[Chunk]:
+    """The answers batch by batch; pictures that get none that is a number join the bad ones."""
     for batch in batches:
         if len(batch.index):
             with torch.inference_mode():
                 best = model(batch.images).float().softmax(1).topk(top)
-            yield Chunk(batch.index, best.values.cpu(), best.indices.cpu())
+            sound = ~best.values.isnan().any(1).cpu()
+            bad |= dict.fromkeys(batch.index[~sound].tolist(), NO_NUMBER)
+            yield Chunk(batch.index[sound], best.values.cpu()[sound], best.indices.cpu()[sound])
 
 
 def _in_order(own: Iterator[Chunk], bad: dict[int, str], here: Processes) -> Iterator[Chunk]:

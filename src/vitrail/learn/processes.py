@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitrail.models.block import DropPath
+from vitrail.words import unknown
 
 T = TypeVar("T")
 
@@ -34,10 +35,17 @@ class Processes:
 
 
 @contextmanager
-def processes(device: str | None = None) -> Iterator[Processes]:
-    """Joins those that torchrun started (gloo on the CPU, nccl on GPUs); alone without torchrun."""
+def processes(device: str = "auto") -> Iterator[Processes]:
+    """Joins those that torchrun started (gloo on the CPU, nccl on GPUs); alone without torchrun.
+
+    device: one of DEVICES; auto is CUDA where there is one, else the CPU.
+    """
     rank, world, local = (int(os.environ.get(name, default)) for name, default in PLACES)
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if kind not in DEVICES:
+        raise ValueError(unknown("device", device, DEVICES))
+    if kind != "cpu" and not getattr(torch, kind).is_available():
+        raise ValueError(f"device={device} is not there for torch on this machine; leave it out, or say cpu")
     place = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if place.type == "cuda":
         torch.cuda.set_device(place)
@@ -52,6 +60,7 @@ def processes(device: str | None = None) -> Iterator[Processes]:
         dist.destroy_process_group()
 
 
+DEVICES = ("auto", "cpu", "cuda", "mps")
 PLACES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
