@@ -19,7 +19,7 @@ from torch import nn
 
 import learning
 import vitrail
-from compare import same
+from compare import distance, same
 from learning import PER_EPOCH, STEPS, recipe, run
 from vitrail.learn import learner
 from vitrail.learn.fit import Stopped, fit
@@ -226,6 +226,24 @@ def test_a_spike_of_the_loss_is_no_reason_to_stop(tmp_path: Path) -> None:
         return lesson._replace(loss=lesson.loss * 1e6) if model.training else lesson
 
     assert run(tmp_path, recipe(), objective=objective).step == STEPS
+
+
+def test_compiled_blocks_learn_the_same(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    whole = nn.Module.compile
+
+    def traced(module: nn.Module) -> None:
+        compiled.append(type(module).__name__)
+        whole(module, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(nn.Module, "compile", traced)
+    run(tmp_path, recipe(compile=True))
+    assert compiled == ["Block", "Block"]
+    one, two = (load_file(folder / "last" / "model.safetensors") for folder in (undisturbed, tmp_path))
+    assert one.keys() == two.keys()
+    assert all(distance(one[name], two[name]) < 1e-4 for name in one if not name.endswith("key.bias"))
 
 
 def test_any_module_and_objective_will_do(tmp_path: Path) -> None:
