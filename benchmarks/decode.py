@@ -63,7 +63,7 @@ def main(side: int = 224) -> None:
     cores = os.cpu_count() or 1
     data = photo()
     print(
-        f"Pillow {PIL.__version__}, simplejpeg {simplejpeg.__version__}, {cores} cores, {len(data):,} bytes each"
+        f"Pillow {PIL.__version__}, simplejpeg {simplejpeg.__version__}, {cores} cores, {len(data):,} bytes"
     )
     for kind in (ThreadPoolExecutor, ProcessPoolExecutor):
         for decode in (by_pillow, by_simplejpeg):
