@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.readers import KINDS
+from vitrail.data.readers import KINDS, NAMED
 from vitrail.data.readers.found import Found, Rows, read_file
 from vitrail.words import unknown
 
@@ -72,7 +72,7 @@ def open_source(place: str | os.PathLike[str], *, classes: Sequence[str] = ()) -
     as those of a trained model; by default those that are found.
     """
     path = Path(place)
-    kind = next((kind for kind in KINDS if kind.fits(path)), None)
+    kind = NAMED.get(os.fspath(place)) or next((kind for kind in KINDS if kind.fits(path)), None)
     if kind is None:
         raise ValueError(_unrecognised(path))
     found = kind.read(path)
@@ -173,7 +173,7 @@ def _pictures(rows: Rows, classes: tuple[str, ...], read: Callable[[Any], Any]) 
 
 
 def _unrecognised(path: Path) -> str:
-    known = "\n".join(f"  - {kind.what}" for kind in KINDS)
+    known = "\n".join(f"  - {kind.what}" for kind in (*KINDS, *NAMED.values()))
     return f"{_seen(path)}\nExpected one of:\n{known}"
 
 

@@ -33,5 +33,11 @@ KINDS = (
         folders.has_class_folders,
         folders.read_folders,
     ),
-    Kind('"digits": handwritten digits that scikit-learn carries', arrays.is_digits, arrays.read_digits),
 )
+
+# What comes by a name, whatever folders there are; ./digits is a folder.
+NAMED = {
+    "digits": Kind(
+        '"digits": handwritten digits that scikit-learn carries', lambda _: True, arrays.read_digits
+    )
+}

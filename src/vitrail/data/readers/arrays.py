@@ -90,11 +90,6 @@ def read_npz(place: Path) -> Found:
     return found
 
 
-def is_digits(place: Path) -> bool:
-    """Whether the handwritten digits are asked for by name."""
-    return str(place) == "digits"
-
-
 def read_digits(place: Path) -> Found:
     """1,797 handwritten digits of 8x8 pixels from 0 to 16, which scikit-learn carries."""
     digits = need("sklearn.datasets", "the digits").load_digits()
