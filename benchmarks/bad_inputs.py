@@ -120,10 +120,10 @@ ROWS = {
     "an .npz of normalised pictures": Row("train a.npz", {"a.npz": npz(x=PIXELS - 2.5, y=NUMBERS % 2)}),
     "IDX files without labels": Row("train idx", {"idx/train-images-idx3-ubyte.gz": idx(PIXELS)}),
     "IDX labels beyond the ten names": Row(
-        "train fashion",
+        "train fashion-mnist",
         {
-            "fashion/train-images-idx3-ubyte.gz": idx(PIXELS),
-            "fashion/train-labels-idx1-ubyte.gz": idx(NUMBERS),
+            "fashion-mnist/train-images-idx3-ubyte.gz": idx(PIXELS),
+            "fashion-mnist/train-labels-idx1-ubyte.gz": idx(NUMBERS),
         },
     ),
     "datasets' state.json, empty": Row("train saved", {"saved/state.json": "{}"}),

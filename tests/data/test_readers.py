@@ -67,8 +67,136 @@ def test_the_names_of_tables_say_their_split(files):
 
 def test_folders_of_classes_beside_a_table_of_something_else(files):
     place = files("cat/1.png", "dog/1.png")
-    (place / "sizes.csv").write_text("path,bytes\ncat/1.png,100")
-    assert open_source(place).classes == ("cat", "dog")
+    (place / "sizes.csv").write_text("path,bytes\ncat/1.png,100\nof uneven rows")
+    found = open_source(place)
+    assert found.classes == ("cat", "dog")
+    (note,) = found.notes
+    assert note.startswith(f"{place / 'sizes.csv'} is passed over: it has the columns path, bytes; expected")
+    (place / "sizes.csv").write_text("path,label\ncat/1.png,")
+    found = open_source(place)
+    assert found.classes == ("cat", "dog")
+    (note,) = found.notes
+    assert note.endswith(f" split, {place} holds no labelled pictures")
+
+
+def test_a_table_beside_one_of_something_else(files):
+    place = files("1.png")
+    (place / "a.csv").write_text("name,size\n1.png,100")
+    (place / "b.csv").write_text("path,label\n1.png,a")
+    found = open_source(place)
+    assert counts(found) == {"train": 1}
+    assert found.notes[0].startswith(f"{place / 'a.csv'} is passed over")
+
+
+@pytest.mark.parametrize("name", ["labels", "Class-Name", "fine_label", "category_id", "class id"])
+@pytest.mark.parametrize("picture", ["filepaths", "Image Path", "file_name"])
+def test_usual_names_of_columns(files, name, picture):
+    (files("1.png") / "ALL.CSV").write_text(f"{picture},{name}\n1.png,a")
+    assert pairs(open_source(files() / "ALL.CSV").splits["train"]) == [("1.png", "a")]
+
+
+def test_tables_in_folders_of_splits(files):
+    for name in ("Train", "valid"):
+        (files(f"{name}/1.png") / name / "labels.csv").write_text(f"path,label\n1.png,{name}")
+    (files() / "test.csv").write_text("path,label\nTrain/1.png,Train")
+    found = open_source(files())
+    assert counts(found) == {"train": 1, "val": 1, "test": 1}
+    assert found.splits["train"].data(0) == (files() / "Train" / "1.png").read_bytes()
+
+
+def test_labels_that_are_none_or_many(files):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (files() / "a.csv").write_text("path,label\n1.png,NaN\n2.png,nan\n3.png,b")
+    note = "2 pictures of train have no label and are left out"
+    found = open_source(files() / "a.csv")
+    assert (found.classes, found.notes) == (("b",), (note,))
+    names = ["1.png", "2.png", "3.png"]
+    parquet.write_table(
+        pyarrow.table({"path": names, "y.label": names, "label": [float("nan"), 3.0, None]}),
+        files() / "a.parquet",
+    )
+    found = open_source(files() / "a.parquet")
+    assert (found.classes, found.notes) == (("3",), (note,))
+    parquet.write_table(pyarrow.table({"path": names, "labels": [[1, 2], [], [1]]}), files() / "b.parquet")
+    with pytest.raises(
+        ValueError, match=r"b\.parquet .* a picture has the label \[1, 2\]; expected one class"
+    ):
+        open_source(files() / "b.parquet")
+
+
+def test_paths_that_pandas_keeps_as_categories(files):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    place = files("1.png", "2.png")
+    paths = pyarrow.array(["2.png", "1.png", "2.png"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"path": paths, "label": ["a", "b", "a"]}), place / "ALL.PARQUET")
+    pictures = open_source(place / "ALL.PARQUET").splits["train"]
+    assert pictures.names[0] == str(place / "2.png")
+    assert pictures.data(1) == (place / "1.png").read_bytes()
+
+
+def test_pictures_that_datasets_only_points_at(files):
+    pyarrow = pytest.importorskip("pyarrow")
+    place = files("1.png", "2.png")
+    cells = [
+        {"bytes": None, "path": "2.png"},
+        {"bytes": (place / "1.png").read_bytes(), "path": "gone.png"},
+        {"bytes": None, "path": None},
+    ]
+    table = pyarrow.table({"image": cells, "label": [1, 2, 2]})
+    pytest.importorskip("pyarrow.parquet").write_table(table, place / "a.parquet")
+    pictures = open_source(place / "a.parquet").splits["train"]
+    assert pictures.names[:2] == [str(place / "2.png"), f"{place / 'a.parquet'}[1]"]
+    assert [pictures.data(i) for i in range(2)] == [(place / f"{i}.png").read_bytes() for i in (2, 1)]
+
+
+def test_pictures_are_preferred_to_the_paths_that_they_had(files):
+    pyarrow = pytest.importorskip("pyarrow")
+    place = files("1.png")
+    data = (place / "1.png").read_bytes()
+    for cell in (data, {"bytes": data, "path": "gone.png"}):
+        table = pyarrow.table({"path": ["gone.png"], "image": [cell], "label": ["a"]})
+        pytest.importorskip("pyarrow.parquet").write_table(table, place / "a.parquet")
+        assert open_source(place / "a.parquet").splits["train"].data(0) == data
+
+
+def test_classes_that_only_a_later_table_has(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    for split, names in (("train", ["cow", "ant"]), ("test", ["ant", "bee"])):
+        table = pyarrow.table({"img": [b"1", b"2"], "label": [0, 1]})
+        about = json.dumps({"info": {"features": {"label": {"names": names}}}})
+        path = tmp_path / f"{split}.parquet"
+        pytest.importorskip("pyarrow.parquet").write_table(
+            table.replace_schema_metadata({"huggingface": about}), path
+        )
+    assert sorted(open_source(tmp_path).classes) == ["ant", "bee", "cow"]
+    (tmp_path / "val.csv").write_text("path,label\n1.png,fly\n2.png,cow")
+    found = open_source(tmp_path)
+    assert sorted(found.classes) == ["ant", "bee", "cow", "fly"]
+    assert {name for split in found.splits.values() for _, name in pairs(split)} == {*found.classes}
+
+
+def test_classes_of_the_same_name_are_told(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    about = json.dumps({"info": {"features": {"label": {"names": ["crane", "hen", "crane"]}}}})
+    table = pyarrow.table({"img": [b"1", b"2", b"3"], "label": [0, 1, 2]})
+    for name in ("a", "b"):
+        pytest.importorskip("pyarrow.parquet").write_table(
+            table.replace_schema_metadata({"huggingface": about}), tmp_path / f"{name}.parquet"
+        )
+    found = open_source(tmp_path)
+    assert found.classes == ("crane", "hen")
+    assert found.notes == ("classes of the same name count as one: crane",)
+
+
+def test_parquet_of_something_else_beside_folders_of_classes(files):
+    pyarrow = pytest.importorskip("pyarrow")
+    place = files("cat/1.png", "dog/1.png")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"x": [1]}), place / "x.parquet")
+    found = open_source(place)
+    assert found.classes == ("cat", "dog")
+    assert found.notes[0].startswith(f"{place / 'x.parquet'} is passed over: it has the columns x; expected")
 
 
 def test_parquet_of_paths(files):
@@ -158,7 +286,7 @@ def test_parquet_as_the_hub_has_it(hugging_face, tmp_path):
         ("path,label\n1.png", "'1.png' is not one value each of path, label"),
         ("path,label,split\n1.png,a,half", r"has the splits \['half'\]; expected train, val and test"),
         ("", r"has the columns \(none\); expected path"),
-        ("path,label\n", "holds no labelled pictures; it was read as a table"),
+        ("path,label\n", r"read as a table .* holds no labelled pictures"),
         ("path,label\n" + "x" * 200_000 + ",a", r"a\.csv cannot be read: field larger than"),
     ],
 )
@@ -209,6 +337,26 @@ def test_idx(tmp_path, ending):
         for index, array in enumerate(arrays[name]):
             assert (found.splits[split].data(index) == array).all()
     assert open_source(place).classes == ("T-shirt/top", "Pullover", "Ankle boot")
+    assert found.splits["train"].items.flags.writeable  # as what tensors share has to be
+
+
+def test_idx_packed_and_unpacked(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, array in (("images-idx3", noise(3, 5, 4)), ("labels-idx1", np.uint8([0, 1, 0]))):
+        (raw / f"train-{name}-ubyte").write_bytes(idx(array))
+        (raw / f"train-{name}-ubyte.gz").write_bytes(gzip.compress(idx(array)))
+    for place in (raw, tmp_path / "MNIST"):
+        assert counts(open_source(place)) == {"train": 3}
+
+
+def test_only_fashion_mnist_has_the_names_of_clothes(tmp_path):
+    for name, classes in (("old-fashion-shop", ("0", "1")), ("fashion_mnist", ("T-shirt/top", "Trouser"))):
+        place = tmp_path / name
+        place.mkdir()
+        (place / "train-images-idx3-ubyte").write_bytes(idx(noise(2, 5, 4)))
+        (place / "train-labels-idx1-ubyte").write_bytes(idx(np.uint8([0, 1])))
+        assert open_source(place).classes == classes
 
 
 @pytest.mark.parametrize(
@@ -229,8 +377,8 @@ def test_idx_that_is_damaged(tmp_path, data, says):
 
 
 def test_idx_needs_labels_that_it_can_name(tmp_path):
-    place = tmp_path / "fashion"
-    place.mkdir()
+    place = tmp_path / "FashionMNIST" / "raw"
+    place.mkdir(parents=True)
     (place / "train-images-idx3-ubyte").write_bytes(idx(noise(2, 5, 4)))
     with pytest.raises(ValueError, match="has no labels beside it; expected them in train-labels-idx1-ubyte"):
         open_source(place)
@@ -257,6 +405,15 @@ def test_npz(tmp_path, names, splits, shape):
     for split in splits:
         assert found.splits[split].labels.tolist() == [1, 0, 1, 2]
         assert (found.splits[split].data(3) == arrays[0][3]).all()
+
+
+def test_npz_with_two_sets_for_training(tmp_path):
+    labels = {"y_train": np.zeros(2), "y": np.ones(3)}
+    with (tmp_path / "A.NPZ").open("wb") as file:
+        np.savez(file, x_train=noise(2, 6, 4), x=noise(3, 6, 4), **labels)
+    found = open_source(tmp_path / "A.NPZ")
+    assert counts(found) == {"train": 2}  # the surer of the two
+    assert found.classes == ("0",)
 
 
 def test_npz_with_channels_first_and_names_for_labels(tmp_path):
@@ -320,6 +477,51 @@ def test_shards(tmp_path):
     assert pairs(found.splits["val"]) == [("1", "10")]
     assert found.notes == ("1 pictures of val have no label and are left out",)
     assert counts(open_source(tmp_path / "train-0001.tar")) == {"train": 1}
+
+
+def test_the_photo_among_the_pictures_of_a_sample(tmp_path):
+    photo, depth = encoded(noise(5, 4, 3), "JPEG"), encoded(noise(5, 4))
+    tar(
+        tmp_path / "a.TAR",
+        {
+            "1.depth.png": depth,
+            "1.JPG": photo,
+            "1.CLS": b"7",
+            "._1.jpg": b"of a Mac",
+            "2.mask.png": depth,
+            "2.cls": b"8",
+        },
+    )
+    pictures = open_source(tmp_path / "a.TAR").splits["train"]
+    assert pairs(pictures) == [("1", "7"), ("2", "8")]
+    assert [pictures.data(i) for i in range(2)] == [photo, depth]
+
+
+def test_shards_in_folders_of_splits(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        tar(tmp_path / split / "0000.tar", {"1.png": encoded(noise(5, 4)), "1.cls": b"7"})
+    assert counts(open_source(tmp_path)) == {"train": 1, "val": 1}
+
+
+def test_an_archive_without_labels_beside_folders_of_classes(files):
+    place = files("cat/1.png", "dog/1.png")
+    tar(place / "photos.tar", {"cat/1.png": (place / "cat/1.png").read_bytes()})
+    found = open_source(place)
+    assert found.classes == ("cat", "dog")
+    assert found.notes == (
+        f"read as tar shards (key.jpg beside key.cls or key.json), {place} holds no labelled pictures",
+    )
+    with pytest.raises(ValueError, match=r"read as tar shards .* no labelled pictures\nExpected one of"):
+        open_source(place / "photos.tar")
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.TGZ"])
+def test_compressed_shards_say_what_to_do(tmp_path, name):
+    (tmp_path / name).touch()
+    for place in (tmp_path, tmp_path / name):
+        with pytest.raises(ValueError, match=rf"{name} is passed over: .* decompress it first\nExpected one"):
+            open_source(place)
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.npz", "a.parquet", "train-images-idx3-ubyte.gz"])

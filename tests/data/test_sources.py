@@ -4,6 +4,9 @@ import itertools
 import math
 import os
 import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +44,10 @@ def test_folders_of_classes(files):
         ("2.png", "dog"),
         ("1.jpg", "dog"),
     ]
-    assert found.notes == ()
+    assert found.notes == (
+        "pictures in 1 folders inside of class folders count for the outer class, such as "
+        f"{place / 'dog/puppies'}; move them out if they are classes of their own",
+    )
     assert (np.asarray(open_picture(found.splits["train"].data(1))) == Image.open(place / "dog/10.PNG")).all()
 
 
@@ -73,6 +79,19 @@ def test_splits_without_classes_are_refused(files):
         open_source(files("train/1.png", "test/1.png"))
 
 
+def test_a_class_that_was_dragged_into_another_is_told(files):
+    place = files("cat/1.png", "cat/dog/1.png", "cat/dog/2.png", "cat/dog/old/3.png", "hen/1.png")
+    (note,) = open_source(place).notes
+    assert note.startswith("pictures in 2 folders inside of class folders count for the outer class")
+    assert f" {place / 'cat/dog'};" in note
+    files("dog/4.png", "cat/cat/2.png")  # and unpacked twice, which does no harm
+    strayed, nested = open_source(place).notes
+    assert strayed.startswith("pictures most likely have the wrong class: 2 folders are called like a class")
+    assert f" {place / 'cat/dog'};" in strayed
+    assert nested.startswith("pictures in 1 folders inside of class folders count for the outer class")
+    assert f" {place / 'cat/cat'};" in nested
+
+
 def test_what_is_odd_about_folders_is_told(files):
     place = files(
         "train/cat/1.png",
@@ -87,9 +106,10 @@ def test_what_is_odd_about_folders_is_told(files):
     found = open_source(place)
     assert found.classes == ("cat", "dog")
     assert pairs(found.splits["train"]) == [("1.png", "cat"), ("2.png", "dog")]
-    beside, inside, passed, empty = found.notes
+    inside, beside, passed, empty = found.notes
+    assert inside.startswith("pictures most likely have the wrong class: 1 folders")
+    assert f"such as {place / 'train/dog/cat'};" in inside
     assert beside == "other beside train is passed over"
-    assert inside.startswith(f"{place / 'train/dog/cat'} lies inside another class")
     assert passed == f"1 files are no pictures by their names, such as {place / 'train/cat/notes.txt'}"
     assert empty == "class 'empty' has no pictures and is left out"
 
@@ -130,6 +150,23 @@ def test_what_is_not_recognised_says_what_is_there_and_what_would_work(files, tm
             ValueError, match=rf"{says}[\s\S]*Expected one of:[\s\S]*a folder of pictures for each"
         ):
             open_source(path)
+
+
+def test_a_folder_is_not_asked_about_each_of_its_files(files, monkeypatch):
+    place = files(*(f"{i}.png" for i in range(30)))
+    (place / "all.csv").write_text("path,label\n1.png,a\n2.png,b")
+    asked = []
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **options: asked.append(path) or stat(path, **options))
+    open_source(place)
+    assert not [path for path in asked if path.suffix == ".png"]
+
+
+def test_names_that_a_model_has_twice_are_refused(files):
+    classes = ("crane", "hen", "crane")
+    assert open_source(files("hen/1.png"), classes=classes).splits["train"].labels.tolist() == [1]
+    with pytest.raises(ValueError, match="2 classes are called 'crane', so its pictures may be of any of"):
+        open_source(files("crane/1.png"), classes=classes)
 
 
 def test_labels_numbered_as_a_model_has_them(files):
@@ -200,6 +237,23 @@ def test_small_classes_give_by_turns():
     dataset = complete(numbered([2] * 30), shares={"val": 0.05, "test": 0.05})
     assert counts(dataset) == {"train": 54, "val": 3, "test": 3}
     assert torch.bincount(dataset.splits["train"].labels).min() == 1
+
+
+def test_which_pictures_are_kept_apart():
+    """Judged by going through all pictures once for each class."""
+    labels = torch.randint(40, (5000,), generator=torch.Generator().manual_seed(0))
+    train = replace(numbered([5000]).splits["train"], labels=labels, classes=tuple(map(str, range(40))))
+    kept = complete(Dataset("numbers", "", train.classes, {"train": train}, ()), shares={"val": 0.2}, seed=3)
+    order = torch.randperm(5000, generator=torch.Generator().manual_seed(3))
+    counts = torch.bincount(kept.splits["val"].labels, minlength=40)
+    judge = torch.cat([order[labels[order] == label][: counts[label]] for label in range(40)])
+    assert kept.splits["val"].items == judge.sort().values.tolist()
+
+
+def test_many_classes_take_no_longer():
+    started = time.perf_counter()
+    complete(numbered([10] * 20_000))
+    assert time.perf_counter() - started < 4
 
 
 def test_splits_follow_the_seed_and_leave_given_ones_alone():

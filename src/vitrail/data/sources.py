@@ -72,10 +72,16 @@ def open_source(place: str | os.PathLike[str], *, classes: Sequence[str] = ()) -
     as those of a trained model; by default those that are found.
     """
     path = Path(place)
-    kind = NAMED.get(os.fspath(place)) or next((kind for kind in KINDS if kind.fits(path)), None)
-    if kind is None:
-        raise ValueError(_unrecognised(path))
-    found = kind.read(path)
+    passed: list[str] = []
+    named = NAMED.get(os.fspath(place))
+    for kind in [named] if named else KINDS:
+        if kind.fits(path):
+            found = kind.read(path)
+            if any(label is not None for rows in found.splits.values() for label in rows.labels):
+                break
+            passed += found.notes or [f"read as {kind.what}, {place} holds no labelled pictures"]
+    else:
+        raise ValueError(_unrecognised(path, passed))
     names, notes = _classes(found, classes)
     splits = {split: _pictures(rows, names, found.read) for split, rows in found.splits.items()}
     for split, pictures in splits.items():
@@ -83,9 +89,7 @@ def open_source(place: str | os.PathLike[str], *, classes: Sequence[str] = ()) -
         if unlabelled:
             notes.append(f"{unlabelled:,} pictures of {split} have no label and are left out")
     splits = {split: splits[split] for split in ("train", "val", "test") if len(splits.get(split, ()))}
-    if not splits:
-        raise ValueError(f"{place} holds no labelled pictures; it was read as {kind.what}")
-    return Dataset(str(place), kind.what, names, splits, (*found.notes, *notes))
+    return Dataset(str(place), kind.what, names, splits, (*passed, *found.notes, *notes))
 
 
 def from_files(paths: Sequence[str | os.PathLike[str]]) -> Pictures:
@@ -112,11 +116,11 @@ def complete(dataset: Dataset, *, seed: int = 0, shares: Mapping[str, float] | N
         raise ValueError(f"{dataset.place} has no training pictures, only {', '.join(dataset.splits)}")
     train = dataset.splits["train"]
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+    sizes = torch.bincount(train.labels, minlength=len(train.classes)).tolist()
     # by class: what is not given away yet, in random order
-    rest = [order[train.labels[order] == label] for label in range(len(train.classes))]
+    rest = order[train.labels[order].argsort(stable=True)].split(sizes)
     splits = {}
     for split, share in wanted.items():
-        sizes = torch.bincount(train.labels, minlength=len(rest)).tolist()
         counts = _quotas(sizes, share, [max(len(of_class) - 1, 0) for of_class in rest])
         given = torch.cat([of_class[:count] for of_class, count in zip(rest, counts, strict=True)])
         if not len(given):
@@ -151,11 +155,17 @@ def _classes(found: Found, wanted: Sequence[str]) -> tuple[tuple[str, ...], list
     """The names of the classes in order, and what to know of them."""
     counts = Counter(label for rows in found.splits.values() for label in rows.labels if label is not None)
     if wanted:
+        times = Counter(wanted)
         for label in counts:
-            if label not in wanted:
+            if label not in times:
                 raise ValueError(unknown("class", label, wanted))
+            if times[label] > 1:
+                raise ValueError(
+                    f"{times[label]} classes are called {label!r}, so its pictures may be of any of them; "
+                    "give each class a name of its own, or leave these pictures out"
+                )
         return tuple(wanted), []
-    known = found.classes or sorted(counts, key=_numbers_first)
+    known = tuple(dict.fromkeys((*found.classes, *sorted(counts, key=_numbers_first))))
     notes = [f"class {name!r} has no pictures and is left out" for name in known if not counts[name]]
     return tuple(name for name in known if counts[name]), notes
 
@@ -172,9 +182,9 @@ def _pictures(rows: Rows, classes: tuple[str, ...], read: Callable[[Any], Any]) 
     return every if (labels >= 0).all() else every.select((labels >= 0).nonzero()[:, 0])
 
 
-def _unrecognised(path: Path) -> str:
-    known = "\n".join(f"  - {kind.what}" for kind in (*KINDS, *NAMED.values()))
-    return f"{_seen(path)}\nExpected one of:\n{known}"
+def _unrecognised(path: Path, passed: Sequence[str]) -> str:
+    known = [f"  - {kind.what}" for kind in (*KINDS, *NAMED.values())]
+    return "\n".join([*(passed or [_seen(path)]), "Expected one of:", *known])
 
 
 def _seen(path: Path) -> str:

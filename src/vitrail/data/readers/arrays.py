@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.readers.found import Found, Rows, files_of, label_named, need, reading, split_named
+from vitrail.data.readers.found import Found, Rows, files_of, label_named, need, reading
 
 # Arrays of an .npz file: split → names of pictures and labels.
 ARRAYS = {
@@ -18,29 +18,31 @@ ARRAYS = {
     "test": [("x_test", "y_test"), ("test_images", "test_labels")],
 }
 
-# The names that the MNIST family gives to its numbers, by a word in the folder's name.
-NUMBERED = {
-    "fashion": (
-        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-    )
-}
+IDX = ("*images*idx?-ubyte", "*images*idx?-ubyte.gz")
+
+# The one kin of MNIST whose numbers have names: its folder, as its authors, torchvision and others call it.
+FASHION = re.compile(r"fashion[-_ ]?mnist(/raw|/data/fashion)?$", re.IGNORECASE)
+CLOTHES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
 
 
 def is_idx(place: Path) -> bool:
     """Whether there are the files of the MNIST family."""
-    return place.is_dir() and bool(files_of(place, "*images*idx?-ubyte", "*images*idx?-ubyte.gz"))
+    return place.is_dir() and bool(files_of(place, *IDX))
 
 
 def read_idx(place: Path) -> Found:
     """Files called …-images-idx3-ubyte beside …-labels-idx1-ubyte, each perhaps with .gz."""
-    names = next((names for word, names in NUMBERED.items() if word in place.resolve().name.lower()), ())
+    names = CLOTHES if FASHION.search(place.resolve().as_posix()) else ()
     found = Found(classes=names)
-    for path in files_of(place, "*images*idx?-ubyte", "*images*idx?-ubyte.gz"):
+    for split, path in files_of(place, *IDX):
+        if path.suffix.lower() == ".gz" and path.with_suffix("").is_file():
+            continue  # torchvision keeps what it downloaded beside what it unpacked
         labels = path.with_name(re.sub(r"idx\d", "idx1", path.name.replace("images", "labels")))
         if not labels.is_file():
             raise ValueError(f"{path} has no labels beside it; expected them in {labels.name}")
-        split = split_named(path.name)
         if split in found.splits:
             raise ValueError(f"{path} is a second file of pictures for {split}; keep one set in a folder")
         with reading(labels):
@@ -52,7 +54,9 @@ def read_idx(place: Path) -> Found:
 
 def _idx_array(path: Path) -> np.ndarray:
     """Two zeros, the type (8: bytes), the number of dimensions, each of them in four bytes, the values."""
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    data = path.read_bytes()
+    if path.suffix.lower() == ".gz":
+        data = gzip.decompress(data)
     if data[:3] != b"\0\0\x08":
         raise ValueError(
             f"it begins with the bytes {data[:4].hex(' ')}; expected 00 00 08, an IDX file of bytes"
@@ -64,12 +68,12 @@ def _idx_array(path: Path) -> np.ndarray:
     values = np.frombuffer(data[header:], np.uint8)
     if len(values) != shape.prod():
         raise ValueError(f"it holds {len(values):,} values; its header says {' x '.join(map(str, shape))}")
-    return values.reshape(shape)
+    return values.reshape(shape).copy()  # bytes cannot be written to, which tensors that share them expect
 
 
 def is_npz(place: Path) -> bool:
     """Whether it is an .npz file."""
-    return place.is_file() and place.suffix == ".npz"
+    return place.is_file() and place.suffix.lower() == ".npz"
 
 
 def read_npz(place: Path) -> Found:
@@ -81,7 +85,7 @@ def read_npz(place: Path) -> Found:
         with np.load(place, allow_pickle=False) as arrays:
             for split, pairs in ARRAYS.items():
                 for pictures, labels in pairs:
-                    if pictures in arrays and labels in arrays:
+                    if split not in found.splits and pictures in arrays and labels in arrays:
                         numbers = [label_named(number) for number in arrays[labels].reshape(-1).tolist()]
                         found.splits[split] = _array_rows(place.name, arrays[pictures], numbers)
             if not found.splits:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +28,19 @@ SPLITS = {
     "t10k": "test",
 }
 
-# Column → what people call it.
+# Folders that only hold the files of a place: its splits, data/ on the hub, raw/ of torchvision.
+INSIDE = {*SPLITS, "data", "raw"}
+
+# Column → what people call it, the surest first.
 COLUMNS = {
-    "picture": ("path", "file", "filename", "file_name", "image", "img"),
-    "label": ("label", "class", "target", "category"),
+    "picture": (
+        *("path", "filepath", "file_path", "filepaths", "file", "filename", "file_name"),
+        *("image", "img", "image_path", "img_path"),
+    ),
+    "label": (
+        *("label", "labels", "class", "class_name", "label_name", "target", "category", "fine_label"),
+        *("class_id", "label_id", "category_id"),
+    ),
     "split": ("split",),
 }
 
@@ -94,10 +104,40 @@ def split_named(name: str) -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
-def files_of(place: Path, *patterns: str) -> list[Path]:
-    """The place itself if it matches, or the files directly in it that do, in order."""
-    files = place.iterdir() if place.is_dir() else [place]
-    return sorted(file for file in files if file.is_file() and any(map(file.match, patterns)))
+def files_of(place: Path, *patterns: str) -> list[tuple[str, Path]]:
+    """(split, file) for the files whose names match in lower case, in order.
+
+    They are the place itself, or lie in it or in those of its folders that `INSIDE` names. The split is
+    what the name of such a folder says, or else that of the file.
+    """
+
+    def fits(name: str) -> bool:
+        return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
+
+    if place.is_file():
+        return [(split_named(place.name), place)] if fits(place.name) else []
+    folders = [place, *(folder for folder in folders_of(place) if folder.name.lower() in INSIDE)]
+    found = sorted(
+        folder / entry.name
+        for folder in folders
+        if folder.is_dir()
+        for entry in os.scandir(folder)
+        if fits(entry.name) and entry.is_file() and not is_hidden(entry.name)
+    )
+    return [(split_named(str(path.relative_to(place))), path) for path in found]
+
+
+def folders_of(place: Path) -> list[Path]:
+    """The folders in it, in order."""
+    if not place.is_dir():
+        return []
+    entries = os.scandir(place)
+    return sorted(place / entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name is not meant to be seen."""
+    return name.startswith((".", "__"))  # __MACOSX and ._photo.jpg come with archives made on a Mac
 
 
 def read_file(path: str) -> bytes:
@@ -107,18 +147,23 @@ def read_file(path: str) -> bytes:
 
 def roles_of(header: Sequence[str]) -> dict[str, str]:
     """What is told of a picture → the name of the column that tells it."""
-    lowered = {name.strip(' "').lower(): name for name in header}
-    known = {role: [lowered[name] for name in names if name in lowered] for role, names in COLUMNS.items()}
+    plain = {re.sub(r"\W+", "_", name.strip(' "').lower()): name for name in header}
+    known = {role: [plain[name] for name in names if name in plain] for role, names in COLUMNS.items()}
     return {role: names[0] for role, names in known.items() if names}
 
 
 def label_named(value: Any, names: Sequence[str] = ()) -> str | None:
-    """The name of a class; None where nothing is said, for which datasets writes -1."""
+    """The name of a class; None where nothing is said, for which datasets writes -1 and pandas NaN."""
+    if isinstance(value, (list, dict)):
+        raise ValueError(f"a picture has the label {value}; expected one class for each")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # pandas makes 3.0 of 3 where another label is missing
     if names and isinstance(value, int):
         if value >= len(names):
             raise ValueError(f"it has the label {value}; expected 0 to {len(names) - 1}, for {names[0]} …")
         return names[value] if value >= 0 else None
-    return None if value is None else str(value).strip() or None
+    name = "" if value is None else str(value).strip()
+    return None if name.lower() in ("", "nan") else name
 
 
 def is_picture(name: str) -> bool:

@@ -10,36 +10,45 @@ from pathlib import Path
 from vitrail.data.readers.found import (
     Found,
     files_of,
+    is_hidden,
     is_picture,
     label_named,
     reading,
     roles_of,
-    split_named,
 )
+
+COMPRESSED = ("*.tar.gz", "*.tgz", "*.tar.bz2", "*.tar.xz", "*.tar.zst")
 
 
 def is_shards(place: Path) -> bool:
     """Whether there are tar files."""
-    return bool(files_of(place, "*.tar"))
+    return bool(files_of(place, "*.tar", *COMPRESSED))
 
 
 def read_shards(place: Path) -> Found:
     """Tar files in which key.jpg (or another picture) stands beside key.cls or key.json."""
     found = Found(read=_read_member)
-    for path in files_of(place, "*.tar"):
+    for _, path in files_of(place, *COMPRESSED):
+        found.notes.append(
+            f"{path} is passed over: pictures are read from where they lie in a .tar file, so it must not be "
+            "compressed; decompress it first"
+        )
+    for split, path in files_of(place, "*.tar"):
         samples: dict[str, dict[str, tuple[str, int, int]]] = defaultdict(dict)
         with reading(path), tarfile.open(path, "r:") as archive:
             for member in archive:
                 folder, slash, file = member.name.rpartition("/")
                 key, _, ending = file.partition(".")
-                if member.isfile():
-                    samples[folder + slash + key][ending] = (str(path), member.offset_data, member.size)
+                if member.isfile() and not is_hidden(file):
+                    item = (str(path), member.offset_data, member.size)
+                    samples[folder + slash + key][ending.lower()] = item
         for key, members in samples.items():
-            pictures = [item for ending, item in members.items() if is_picture(f"{key}.{ending}")]
-            if pictures:
+            endings = [ending for ending in members if is_picture(f"{key}.{ending}")]
+            if endings:
                 with reading(path / key):
                     label = _member_label(members)
-                found.add(split_named(path.name), pictures[0], f"{path}/{key}", label)
+                photo = min(endings, key=lambda ending: ending.count("."))  # depth.png only tells more of jpg
+                found.add(split, members[photo], f"{path}/{key}", label)
     return found
 
 
