@@ -1,8 +1,10 @@
 """Batches hold what they should, once, and the same whenever and wherever they are made again."""
 
 import io
+import os
 import threading
 import time
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -263,23 +265,81 @@ def slow(seconds, count=12):
     return Store(pictures_of(list(noise(count, 9, 9)), read), GREY, exact=True, memory=0)
 
 
-def test_the_consumers_waiting_is_measured():
-    starved = Loader(slow(0.02), batch=3, workers=1)
-    assert len(list(starved.epoch())) == 4
-    assert starved.idle > 0.9
-    assert starved.waited > 0.2  # 12 pictures of 0.02 s, one after another
-    fed = Loader(slow(0.0), batch=3)
-    for _ in fed.epoch():
-        time.sleep(0.2)
-    assert fed.idle < 0.4
-    assert fed.busy >= 0.8
+def seconds(loader):
+    started = time.perf_counter()
+    list(loader.epoch())
+    return time.perf_counter() - started
 
 
 def test_several_threads_read():
-    alone, together = Loader(slow(0.03), batch=3, workers=1), Loader(slow(0.03), batch=3, workers=4)
-    for loader in (alone, together):
-        list(loader.epoch())
-    assert together.waited < 0.6 * alone.waited
+    alone, together = (seconds(Loader(slow(0.03), batch=3, workers=workers)) for workers in (1, 4))
+    assert together < 0.6 * alone
+
+
+def test_several_threads_read_one_batch(monkeypatch):
+    monkeypatch.setattr("vitrail.data.batches.PART", 2)
+    alone, together = (seconds(Loader(slow(0.03), batch=12, workers=workers)) for workers in (1, 4))
+    assert together < 0.6 * alone
+
+
+def test_no_more_batches_wait_than_fit_into_memory(monkeypatch):
+    """Of three pictures of 8 x 8 float32, three times in the memory for it."""
+    monkeypatch.setattr("vitrail.data.batches.AHEAD", 3 * 3 * 8 * 8 * 4)
+    read = []
+    pictures = pictures_of(range(60), lambda item: read.append(item) or noise(9, 9))
+    stream = Loader(Store(pictures, GREY, exact=True, memory=0), batch=3, workers=16).epoch()
+    read.clear()  # what a store looks at to know its size
+    next(stream)
+    time.sleep(0.2)
+    assert len(read) <= 9
+    stream.close()
+    assert Loader(slow(0), batch=12, workers=16).ahead == 2  # one to work on, one to come
+
+
+@pytest.mark.parametrize("step", [0, 3, 6, 14])
+def test_a_stream_goes_through_all_epochs(step):
+    loader = trained_on(varied(24), seed=5)
+    wanted = [batch for epoch in range(3) for batch in loader.epoch(epoch)][step:]
+    same(islice(loader.stream(step), len(wanted)), wanted)
+
+
+def test_the_next_epoch_begins_before_this_one_ends(monkeypatch):
+    orders = []
+    order = Loader._order
+    monkeypatch.setattr(Loader, "_order", lambda loader, epoch: orders.append(epoch) or order(loader, epoch))
+    store = Store(pictures_of(noise(8, 8, 8)), GREY, exact=False)
+    stream = trained_on(store, batch=2).stream()
+    threads = threading.active_count() + 2
+    for _ in range(4):
+        next(stream)
+    assert orders == [0, 1]  # one for each epoch, not for each batch
+    assert len(list(islice(stream, 8))) == 8
+    assert threading.active_count() <= threads  # of one pool
+
+
+def test_threads_are_as_many_as_cores_for_each_process(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 5, 6}, raising=False)
+    store = Store(pictures_of(noise(8, 8, 8)), GREY, exact=True)
+    assert [Loader(store, batch=8, world=world).workers for world in (1, 2, 8)] == [4, 2, 1]
+
+
+def test_arrays_are_not_copied():
+    array = noise(6, 8, 8)
+    store = Store(pictures_of(array), GREY, exact=True, memory=0)
+    assert store.pixels.data_ptr() == array.ctypes.data
+    assert store.kept.all()
+
+
+def test_colour_that_is_not_seen_is_known():
+    grey = np.repeat(noise(9, 9, 1), 3, axis=2)
+    items = [encoded(grey), encoded(noise(9, 9, 3)), encoded(noise(9, 9)), encoded(grey, "JPEG")]
+    for exact in (True, False):
+        store = Store(pictures_of(items), GREY, exact=exact)
+        store.read(torch.arange(4))
+        assert store.coloured.tolist() == [False, True, False, False]
+        store = Store(pictures_of(items), SMALL, exact=exact)
+        store.read(torch.arange(4))
+        assert not store.coloured.any()
 
 
 def test_leaving_early_leaves_nothing_behind():

@@ -142,6 +142,18 @@ def test_copies_in_arrays(tmp_path):
     assert repeated.startswith("the same picture comes more than once: 2 pictures")
 
 
+def test_colours_that_a_grey_model_does_not_see_are_told(files):
+    place = files(*many("cat", 12), *many("dog", 12))
+    for path in place.rglob("*.png"):
+        if path.name != "7.png":
+            Image.open(path).convert("L").save(path)
+    grey = Preprocess(resize=(8, 8), interpolation="bilinear", mean=(0.5,), std=(0.5,))
+    store = Store(open_source(place).splits["train"], grey, exact=False)
+    assert examine({"train": store}).notes == (
+        f"seen in grey, but in colour: 2 pictures, such as {place / 'train/cat/7.png'}",
+    )
+
+
 def test_few_and_uneven_classes(files):
     place = files(*many("cat", 40), *many("dog", 10), *many("hen", 4), *many("owl", 2, "test"))
     few, uneven = examine(stores_of(place)).notes

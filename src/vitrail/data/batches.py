@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
-import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
+from itertools import count, groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +16,19 @@ import torch
 from torch import Tensor
 
 from vitrail.data.augment import Augment
-from vitrail.data.pictures import PictureError, open_picture, picture_size
+from vitrail.data.pictures import PictureError, in_colour, open_picture, picture_size
 from vitrail.data.preprocess import INTERPOLATIONS, Preprocess, Sides
 from vitrail.data.seeds import mix
 from vitrail.data.sources import Pictures
 
 # How much larger than the model's input pictures are kept for training, so that crops stay sharp.
 MARGIN = 1.25
+
+AHEAD = 2 * 1024**3  # bytes of finished batches that wait for their turn
+PART = 32  # pictures of a batch that a thread reads in one go
+
+# Pixels, and for pictures that cannot be read the reason.
+Read = tuple[Tensor, dict[int, str]]
 
 
 class Batch(NamedTuple):
@@ -39,6 +45,8 @@ class Store:
     exact: keep what `preprocess` makes of a picture. Otherwise keep the whole picture, stretched to one
         shape for all, for `Augment` to crop; `aspect` knows their width to height.
     memory: how many bytes may be kept; pictures beyond are decoded each time.
+
+    coloured: which of the pictures are not grey, of those that were decoded for a model of one channel.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class Store:
         shape = (len(preprocess.mean), *self.size)
         self.aspect = torch.full((len(pictures),), self.size[1] / self.size[0])  # (pictures,)
         self.kept = torch.zeros(len(pictures), dtype=torch.bool)  # (pictures,)
+        self.coloured = torch.zeros(len(pictures), dtype=torch.bool)  # (pictures,)
         ready = self._ready()
         if ready is not None:
             self.pixels, self.kept = ready, ~self.kept
@@ -59,22 +68,26 @@ class Store:
             self.pixels = torch.empty(room, *shape, dtype=torch.uint8)
 
     def _ready(self) -> Tensor | None:
-        """(pictures, channels, height, width), if the pictures are an array of just these pixels."""
+        """The pictures themselves, (pictures, channels, height, width), if they are an array of this size."""
         items = self.pictures.items
         if not isinstance(items, np.ndarray) or items.dtype != np.uint8 or items.shape[1:3] != self.size:
             return None
         if self.exact and not self.preprocess.keeps(*self.size):
             return None
-        array = torch.tensor(items.reshape(*items.shape[:3], -1)).permute(0, 3, 1, 2)
+        array = torch.from_numpy(items.reshape(*items.shape[:3], -1)).permute(0, 3, 1, 2)
         channels = len(self.preprocess.mean)
         return array.expand(-1, channels, -1, -1) if array.shape[1] in (1, channels) else None
 
     def decode(self, index: int, data: Any) -> Tensor:
         """The pixels (channels, height, width) of the picture of this index, of which `data` is the file."""
+        shortest = None if self.exact else max(self.size)
+        if self.preprocess.mode == "L":
+            data = open_picture(data, shortest=shortest)
+            self.coloured[index] = in_colour(data)
         if self.exact:
             pixels = self.preprocess.pixels(data)
         else:
-            picture = open_picture(data, shortest=max(self.size)).convert(self.preprocess.mode)
+            picture = open_picture(data, shortest=shortest).convert(self.preprocess.mode)
             self.aspect[index] = picture.width / picture.height
             picture = picture.resize(self.size[::-1], INTERPOLATIONS[self.preprocess.interpolation])
             pixels = torch.from_numpy(np.array(picture)).view(*self.size, -1).permute(2, 0, 1)
@@ -92,7 +105,7 @@ class Store:
         except (PictureError, OSError) as error:
             return reason(error)
 
-    def read(self, indices: Tensor) -> tuple[Tensor, dict[int, str]]:
+    def read(self, indices: Tensor) -> Read:
         """The pixels of those that can be read, in order, and for the others the reason why not."""
         if self.kept[indices].all():
             return self.pixels[indices], {}
@@ -112,11 +125,11 @@ class Loader:
         each once; the first process has the first of them, and so on.
     augment: how training pictures are varied, which needs a store that is not exact.
     leave_out: numbers of pictures that are not used.
+    workers: threads; by default the cores of this machine, shared by the processes.
 
     Order and variations depend on seed, epoch and step alone: whoever starts in the middle gets what
     whoever came from the beginning gets. Without train, pictures that cannot be read are not in the
-    batches but in `bad`, number → reason. waited, busy: seconds for which the consumer waited for
-    batches, and worked on them.
+    batches but in `bad`, number → reason.
     """
 
     def __init__(
@@ -142,17 +155,13 @@ class Loader:
         self.store, self.augment, self.train, self.seed = store, augment, train, seed
         self.used = used.nonzero()[:, 0]
         self.batch, self.share, self.rank, self.world = batch, batch // world, rank, world
-        self.workers = workers or os.cpu_count() or 1
+        self.workers = workers or max(1, cores() // world)
+        pixels = len(store.preprocess.mean) * math.prod(store.preprocess.size)
+        self.ahead = max(2, min(self.workers + 1, AHEAD // (4 * self.share * pixels)))  # batches
         self.device = device
         self.bad: dict[int, str] = {}
-        self.waited = self.busy = 0.0
         if not len(self.used):
             raise ValueError("there are no pictures to make batches of")
-
-    @property
-    def idle(self) -> float:
-        """The share of time for which the consumer waited for batches."""
-        return self.waited / max(self.waited + self.busy, 1e-9)
 
     def __len__(self) -> int:
         """Steps in an epoch, of this process."""
@@ -160,28 +169,40 @@ class Loader:
             return max(1, len(self.used) // self.batch)
         return -(-len(self._order(0)) // self.share)
 
-    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int = 0, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch, from step `start` on."""
-        order = self._order(epoch)
+        first = epoch * len(self)
+        return self._made(range(first + start, first + len(self)))
+
+    def stream(self, step: int = 0) -> Generator[Batch, None, None]:
+        """The batches of one epoch after another, without end; steps count from the first of epoch 0."""
+        return self._made(count(step))
+
+    def _made(self, steps: Iterable[int]) -> Generator[Batch, None, None]:
+        """The batches of these steps, some of them ahead of need."""
         # One core for each thread: operations that share theirs wait for each other most of the time.
         pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
-        steps = iter(range(start, len(self)))
+        wanted = self._wanted(steps)
         jobs: deque[Future[Batch]] = deque()
         try:
             while True:
-                for step in islice(steps, self.workers + 1 - len(jobs)):
-                    jobs.append(pool.submit(self._make, order, epoch, step))
+                for step, index in islice(wanted, self.ahead - len(jobs)):
+                    # In parts, so that all threads read where few batches fit into memory.
+                    parts = [pool.submit(self.store.read, part) for part in index.split(PART)]
+                    jobs.append(pool.submit(self._make, step, index, parts))
                 if not jobs:
                     return
-                asked = time.perf_counter()
-                batch = jobs.popleft().result()
-                given = time.perf_counter()
-                self.waited += given - asked
-                yield batch
-                self.busy += time.perf_counter() - given
+                yield jobs.popleft().result()
         finally:  # the consumer may leave before the end
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(torch.get_num_threads())  # later threads take what was set last
+
+    def _wanted(self, steps: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+        """Each step with the numbers of its pictures."""
+        per_epoch = len(self)
+        for epoch, of_epoch in groupby(steps, lambda step: step // per_epoch):
+            batches = self._order(epoch).split(self.share)
+            yield from ((step, batches[step % per_epoch]) for step in of_epoch)
 
     def _order(self, epoch: int) -> Tensor:
         """Which pictures this process uses in an epoch, one batch after another."""
@@ -193,9 +214,10 @@ class Loader:
         whole = shuffled[: len(self) * self.batch].view(len(self), self.world, self.share)
         return whole[:, self.rank].flatten()
 
-    def _make(self, order: Tensor, epoch: int, step: int) -> Batch:
-        index = order[step * self.share : (step + 1) * self.share]
-        pixels, bad = self.store.read(index)
+    def _make(self, step: int, index: Tensor, parts: Sequence[Future[Read]]) -> Batch:
+        read = [part.result() for part in parts]
+        pixels = torch.cat([pixels for pixels, _ in read])
+        bad = {i: why for _, of_part in read for i, why in of_part.items()}
         if bad:
             if self.train:
                 name, why = next((self.store.pictures.names[i], why) for i, why in bad.items())
@@ -204,7 +226,7 @@ class Loader:
             index = index[[i not in bad for i in index.tolist()]]
         pixels = pixels.to(self.device)
         if self.augment:
-            generator = _generator(self.seed, "augment", epoch * len(self) + step)
+            generator = _generator(self.seed, "augment", step)
             draws = self.augment.draw(self.batch, generator).view(self.world, self.share, -1)[self.rank]
             size, aspect = self.store.preprocess.size, self.store.aspect[index]
             pixels = self.augment(pixels, draws, size, aspect)
@@ -215,6 +237,11 @@ class Loader:
 def reason(error: PictureError | OSError) -> str:
     """Why a picture cannot be read."""
     return error.reason if isinstance(error, PictureError) else error.strerror or str(error)
+
+
+def cores() -> int:
+    """How many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _generator(*parts: int | str) -> torch.Generator:

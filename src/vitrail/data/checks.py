@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vitrail.data.batches import Store, reason
+from vitrail.data.batches import Store, cores, reason
 from vitrail.data.pictures import PictureError
 
 FEW = 10  # training pictures, below which a class can hardly be learned
@@ -57,7 +57,7 @@ def examine(
     chunks = [every[start : start + CHUNK] for start in range(0, len(every), CHUNK)]
     bad: dict[str, dict[int, str]] = {split: {} for split in stores}
     same: dict[bytes, list[Place]] = defaultdict(list)
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers or cores()) as pool:
         done = 0
         for chunk, looks in zip(chunks, pool.map(partial(_look, stores), chunks), strict=True):
             for (split, index), (digest, why) in zip(chunk, looks, strict=True):
@@ -78,7 +78,7 @@ def examine(
     refuse_one_class([*next(iter(counts.values()))])
     copies = [places for places in same.values() if len(places) > 1]
     notes = [f"left out: {unreadable}"] if unreadable else []
-    notes += [*_copied(stores, copies), *_unbalanced(counts.get("train", {}))]
+    notes += [*_copied(stores, copies), *_greyed(stores), *_unbalanced(counts.get("train", {}))]
     return Findings(counts, bad, tuple(notes))
 
 
@@ -141,6 +141,16 @@ def _copied(stores: Mapping[str, Store], copies: Sequence[Sequence[Place]]) -> l
         for what, found in kinds.items()
         if found
     ]
+
+
+def _greyed(stores: Mapping[str, Store]) -> list[str]:
+    """Pictures in colour, of which a model of one channel sees none."""
+    names = [
+        store.pictures.names[index]
+        for store in stores.values()
+        for index in store.coloured.nonzero()[:, 0].tolist()
+    ]
+    return [f"seen in grey, but in colour: {len(names):,} pictures, such as {names[0]}"] if names else []
 
 
 def _unbalanced(counts: Mapping[str, int]) -> list[str]:

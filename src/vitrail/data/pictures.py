@@ -70,6 +70,12 @@ def picture_size(source: Source) -> tuple[int, int]:
     return (image.width, image.height) if turned else (image.height, image.width)
 
 
+def in_colour(picture: Image.Image) -> bool:
+    """Whether a picture in RGB has a pixel that is not grey."""
+    red, green, blue = picture.split()
+    return red != green or green != blue
+
+
 def _image(source: Any) -> Image.Image:
     if isinstance(source, Image.Image):
         return source
