@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compare import distance, same
 from vitrail.attention import BACKENDS, attend, attention_weights, backend, core, weigh
@@ -166,15 +168,6 @@ def test_a_blind_row_gives_zeros_and_clean_gradients(how: str, name: str) -> Non
     assert (gradients[0][:, :, 2:] != 0).any()
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_explicit_is_fused(how: str) -> None:
-    q, k, v = qkv((2, 3, 5, 7, 8, 6), torch.float32)
-    given = arguments(how, q, k)
-    with backend("explicit"):
-        explicit = attend(q, k, v, **given)
-    torch.testing.assert_close(attend(q, k, v, **given), explicit)
-
-
 def test_leading_dimensions_may_be_none_or_many() -> None:
     q, k, v = (x[0, 0] for x in qkv(SHAPES[2]))
     torch.testing.assert_close(attend(q, k, v), by_loops(q, k, v)[1])
@@ -185,10 +178,47 @@ def test_leading_dimensions_may_be_none_or_many() -> None:
 @pytest.mark.parametrize("name", ["fused", "math", "explicit", "matmul"])
 def test_leading_dimensions_broadcast(name: str) -> None:
     q, k, v = torch.randn(3, 2, 5, 8), torch.randn(2, 6, 8), torch.randn(1, 2, 6, 4)
+    mask = torch.ones(5, 6, dtype=torch.bool).tril(1)
     with backend(name):
-        found = attend(q, k, v, mask=torch.ones(5, 6, dtype=torch.bool).tril(1))
-        whole = attend(q, k.expand(3, 2, 6, 8), v.expand(3, 2, 6, 4), mask=torch.ones(5, 6).tril(1).bool())
-    torch.testing.assert_close(found, whole)
+        found = attend(q, k, v, mask=mask)
+    whole = (x.expand(3, 2, *x.shape[-2:]).double() for x in (q, k, v))
+    torch.testing.assert_close(found, by_loops(*whole, mask=mask)[1].float())
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (3, 2), (2, 3, 2), (2, 1, 3, 2)], ids=str)
+@pytest.mark.parametrize("how", ["plain", "mask", "blind", "bias", "causal"])
+def test_any_leading_dimensions_stay_on_the_fused_kernel(how: str, lead: tuple[int, ...]) -> None:
+    q = torch.randn(*lead, 5, 8)
+    given = {
+        "plain": {},
+        "mask": {"mask": torch.rand(5, 5) > 0.3},
+        "blind": {"mask": torch.arange(5)[:, None].expand(5, 5) > 0},
+        "bias": {"bias": torch.randn((*lead[-1:], 5, 5))},
+        "causal": {"causal": True},
+    }[how]
+    with torch.profiler.profile() as profile:
+        found = attend(q, q, q, **given)
+    kernels = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kernels
+    torch.testing.assert_close(found, by_loops(*[q.double()] * 3, **given)[1].float())
+
+
+def test_a_mask_is_never_written_out_in_floats() -> None:
+    """One example of a mask for a batch of 64 costs what it costs for one: a few booleans."""
+    q, mask = torch.randn(64, 2, 32, 8), torch.rand(32, 32) > 0.3
+    with torch.profiler.profile(profile_memory=True) as profile:
+        attend(q, q, q, mask=mask)
+    taken = max(event.cpu_memory_usage for event in profile.events() if event.name == "aten::bitwise_or")
+    assert taken == mask.numel()
+
+
+def test_one_causal_query_builds_no_mask() -> None:
+    """The last query sees all keys, so decoding with a cache is plain attention."""
+    q, k, v = qkv((2, 3, 1, 7, 8, 8), torch.float32)
+    with torch.profiler.profile() as profile:
+        found = attend(q, k, v, causal=True)
+    assert "aten::tril" not in {event.key for event in profile.key_averages()}
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v))
 
 
 @pytest.mark.parametrize("queries", [1, 2, 5])
@@ -259,6 +289,28 @@ def test_backend_is_put_back() -> None:
             raise RuntimeError("on the way")
         assert core._chosen == "math"
     assert core._chosen == "fused"
+
+
+def test_backends_of_two_threads_that_end_in_another_order() -> None:
+    """The first thread to enter is the first to leave; what the second chose goes on, and ends with it."""
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+    found = []
+
+    def first() -> None:
+        with backend("math"):
+            first_is_in.set()
+            second_is_in.wait()
+        first_is_out.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    first_is_in.wait()
+    with backend("explicit"):
+        second_is_in.set()
+        first_is_out.wait()
+        found.append(core._chosen)
+    thread.join()
+    assert [*found, core._chosen] == ["explicit", "fused"]
 
 
 def test_an_unknown_backend_is_an_error_that_names_them_all() -> None:
@@ -351,12 +403,11 @@ def test_a_masked_key_might_as_well_not_be_there(size: tuple[int, int, int], see
 @pytest.mark.parametrize("name", ["fused", "math", "flash", "explicit", "matmul"])
 def test_one_example_with_several_masks(name: str) -> None:
     q, k, v = torch.randn(3, 1, 3, 5, 8).unbind()
-    mask = torch.rand(2, 1, 5, 5) > 0.3
+    mask = (torch.rand(2, 1, 5, 5) > 0.3) | torch.eye(5, dtype=torch.bool)
     with backend(name):
-        together = attend(q, k, v, mask=mask)
-        apart = torch.cat([attend(q, k, v, mask=one[None]) for one in mask])
-    assert together.shape == (2, 3, 5, 8)
-    assert torch.allclose(together, apart, atol=1e-6)
+        found = attend(q, k, v, mask=mask)
+    expected = F.scaled_dot_product_attention(*(x.expand(2, 3, 5, 8) for x in (q, k, v)), attn_mask=mask)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -371,6 +422,40 @@ def test_a_bias_too_great_for_half_precision_stays_finite(dtype: torch.dtype, fa
     for name in ("fused", "math", "explicit", "matmul"):
         with backend(name):
             assert torch.allclose(attend(q, q, q, bias=bias).float(), weights @ q.float(), atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["fused", "math", "explicit", "matmul"])
+def test_a_bias_too_great_for_autocasts_type_stays_finite(name: str, dtype: torch.dtype) -> None:
+    """A whole row of it looks as if without it; or, where it swallows all scores, at all keys alike."""
+    q = torch.randn(1, 1, 4, 8)
+    bias = torch.zeros(4, 4)
+    bias[0] = torch.finfo(torch.float32).min
+    with torch.autocast("cpu", dtype), backend(name):
+        found = attend(q, q, q, bias=bias)
+    expected = F.scaled_dot_product_attention(q, q, q)[0, 0, 0], q.mean(-2)[0, 0]
+    assert min(distance(found[0, 0, 0], either) for either in expected) < 2e-2
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_attention_compiles_in_one_piece(precision: torch.dtype) -> None:
+    def twice(q: Tensor, bias: Tensor) -> Tensor:
+        assert core._reliable()  # what a GPU would ask
+        return attend(q, q, q, bias=bias) + attend(q, q, q, causal=True)
+
+    q, bias = torch.randn(1, 2, 4, 8), torch.randn(4, 4)
+    whole = torch.compile(twice, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+        assert same(whole(q, bias), twice(q, bias))
+
+
+def test_what_the_person_switched_off_on_a_gpu_stays_off() -> None:
+    everything = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    assert core._reliable() == everything
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]):
+        assert core._reliable() == [SDPBackend.MATH]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert core._reliable() == []
 
 
 @pytest.mark.parametrize("name", ON_CPU)

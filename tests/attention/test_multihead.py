@@ -258,6 +258,17 @@ def test_a_cache_copies_what_it_holds_only_now_and_then() -> None:
     assert len(places) <= 7
 
 
+@torch.no_grad()
+def test_what_does_not_fit_leaves_a_cache_as_it_was() -> None:
+    cache = KeyValueCache()
+    first = torch.randn(2, 1, 3, 4)
+    cache.extend(first, first)
+    with pytest.raises(RuntimeError):
+        cache.extend(torch.randn(2, 1, 1, 4), torch.randn(5, 1, 1, 4))
+    assert cache.length == 3
+    assert all(same(kept, first) for kept in cache.kept)
+
+
 def test_an_empty_cache_says_so() -> None:
     with pytest.raises(ValueError, match="nothing has been cached yet"):
         _ = KeyValueCache().kept

@@ -18,15 +18,16 @@ class KeyValueCache:
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Adds (…, new, width) to what is kept and returns all of it: (…, length, width) each."""
-        start, self.length = self.length, self.length + keys.shape[-2]
+        start, length = self.length, self.length + keys.shape[-2]
         if self._storage is None:
             self._storage = keys, values
-        elif self.length > self._storage[0].shape[-2]:
-            k, v = (_grown(kept, start, 2 * self.length) for kept in self._storage)
-            self._storage = k, v
-        for kept, new in zip(self._storage, (keys, values), strict=True):
-            if kept is not new:
-                kept[..., start : self.length, :] = new
+        else:
+            if length > self._storage[0].shape[-2]:
+                k, v = (_grown(kept, start, 2 * length) for kept in self._storage)
+                self._storage = k, v
+            for kept, new in zip(self._storage, (keys, values), strict=True):
+                kept[..., start:length, :] = new
+        self.length = length  # last: what could not be added leaves what is kept as it was
         return self.kept
 
     @property

@@ -7,8 +7,9 @@ True means "may look". A query that may look nowhere gets zeros.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,7 @@ def attention_weights(
 
     Half-precision inputs give float32 weights, as the fused kernels compute them inside.
     """
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         dtype = torch.promote_types(q.dtype, torch.float32)
         bias = None if bias is None else _cast(bias, q.dtype)
         return _weights(q.to(dtype), k.to(dtype), mask=mask, bias=bias, causal=causal, scale=scale)
@@ -80,6 +81,12 @@ def _weights(
     return scores.softmax(-1) if visible is bias is None else weigh(scores, mask=visible)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Computing in the types that are given, on devices that know autocast and on those that do not."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
+
+
 def weigh(scores: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Softmax of scores (…, queries, keys) over the keys that may be seen; a row with none gives zeros."""
     if mask is not None:
@@ -95,17 +102,27 @@ def _visible(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor 
             f"mask has dtype {mask.dtype}; it must be boolean, True where a query may look. "
             "Numbers to be added to the scores go in as bias=…"
         )
-    if not causal:
-        return mask
     queries, keys = q.shape[-2], k.shape[-2]
+    if not causal or queries == 1:  # the last query sees all keys
+        return mask
     lower = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     return lower if mask is None else mask & lower
 
 
 def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias as kernels take it; what is finite stays so in a smaller type."""
+    if bias.dtype == dtype:
+        return bias
     bias = bias.to(torch.promote_types(bias.dtype, dtype))
     return torch.where(bias == -torch.inf, bias, bias.clamp_min(torch.finfo(dtype).min)).to(dtype)
+
+
+def _kernel_type(q: Tensor) -> torch.dtype:
+    """What a fused kernel computes in: autocast's type where it is on, which leaves float64 alone."""
+    kind = q.device.type
+    if q.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return q.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
 
 
 def _fused(
@@ -120,22 +137,27 @@ def _fused(
     dropout: float,
 ) -> Tensor:
     """One fused kernel, which torch picks."""
-    if causal and mask is None and bias is None and q.shape[-2] == k.shape[-2]:
-        return F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, scale=scale)
-    visible = _visible(q, k, mask, causal)
-    if visible is not None:
-        added = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
-        bias = torch.where(visible, added, -torch.inf)
-    if bias is None:
-        return F.scaled_dot_product_attention(q, k, v, None, dropout, scale=scale)
-    # Kernels want all leading dimensions, and the same ones, of everything.
-    leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2], bias.shape[:-2])
-    q, k, v = (x.expand(*leading, *x.shape[-2:]) for x in (q, k, v))
-    bias = bias[(None,) * (len(leading) + 2 - bias.ndim)]
+    # Without two leading dimensions, the same ones of q, k and v, torch writes down the whole matrix.
+    given = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, mask, bias) if x is not None))
+    leading = (1,) * (2 - len(given)) + given
+    q, k, v = (x.expand(*leading, *x.shape[-2:]).flatten(0, -4) for x in (q, k, v))
+    triangle = causal and mask is None and bias is None and q.shape[-2] == k.shape[-2]
+    visible = None if triangle else _visible(q, k, mask, causal)
     # No kernel agrees with another on rows of -inf: let blind queries look everywhere, then forget it.
-    blind = (bias == -torch.inf).all(-1, keepdim=True)
-    bias = _cast(bias, q.dtype).masked_fill(blind, 0.0)
-    return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=scale).masked_fill(blind, 0.0)
+    blind, added = None, None
+    if bias is not None:
+        bias = bias if visible is None else torch.where(visible, bias, -torch.inf)
+        blind = (bias == -torch.inf).all(-1, keepdim=True)
+        added = _cast(bias, _kernel_type(q)).masked_fill(blind, 0.0)
+    elif visible is not None:
+        blind = ~visible.any(-1, keepdim=True)
+        added = visible | blind
+    if added is not None:
+        added = added[(None,) * (len(leading) + 2 - added.ndim)]
+        added = added.expand(*leading[:-1], *added.shape[-3:]).flatten(0, -4)
+    y = F.scaled_dot_product_attention(q, k, v, added, dropout, is_causal=triangle, scale=scale)
+    y = y.reshape(*given, *y.shape[-2:])
+    return y if blind is None else y.masked_fill(blind, 0.0)
 
 
 def _by(kernel: SDPBackend | list[SDPBackend], q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
@@ -146,12 +168,23 @@ def _by(kernel: SDPBackend | list[SDPBackend], q: Tensor, k: Tensor, v: Tensor, 
 
 def _fastest(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     """The fastest fused kernel that can be relied on."""
-    return _by(RELIABLE, q, k, v, **how) if q.is_cuda else _fused(q, k, v, **how)
+    kernels = _reliable() if q.is_cuda else []
+    return _by(kernels, q, k, v, **how) if kernels else _fused(q, k, v, **how)
+
+
+def _reliable() -> list[SDPBackend]:
+    """The kernels to keep to on CUDA: of those below the ones that nobody has switched off."""
+    return [kernel for kernel, is_on in RELIABLE if is_on()]
 
 
 # Not cuDNN's, which torch prefers on Hopper chips: training in bfloat16 its gradients became NaN, always
 # at the same step, where those of flash and of the formula stayed sound (torch 2.11, H200).
-RELIABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# The switches are those of torch.backends.cuda, in the form that torch.compile can read.
+RELIABLE: tuple[tuple[SDPBackend, Callable[[], bool]], ...] = (
+    (SDPBackend.FLASH_ATTENTION, torch._C._get_flash_sdp_enabled),
+    (SDPBackend.EFFICIENT_ATTENTION, torch._C._get_mem_efficient_sdp_enabled),
+    (SDPBackend.MATH, torch._C._get_math_sdp_enabled),
+)
 
 
 def _explicit(
@@ -206,16 +239,27 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "matmul": _matmul,
 }
 _chosen = "fused"
+_entered: list[tuple[object, str]] = [(object(), _chosen)]  # the latest, which is chosen, last
+_switching = threading.Lock()
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Compute all attention of the process by the named entry of BACKENDS while the context lasts."""
+    """Compute all attention of the process by the named entry of BACKENDS while the context lasts.
+
+    Of several threads the last to enter decides, until it leaves. It is not a choice of one thread,
+    for autograd runs checkpointed layers again, and DataParallel its copies, in threads of their own.
+    """
     global _chosen
     if name not in BACKENDS:
         raise ValueError(f"no attention backend is called {name!r}; choose from {', '.join(BACKENDS)}")
-    before, _chosen = _chosen, name
+    mine = object(), name  # equal to no other entry of that name
+    with _switching:
+        _entered.append(mine)
+        _chosen = name
     try:
         yield
     finally:
-        _chosen = before
+        with _switching:
+            _entered.remove(mine)
+            _chosen = _entered[-1][1]
