@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from vitrail.data.pictures import open_picture
+from vitrail.data.readers.found import expanded
 from vitrail.data.sources import open_source
 
 
@@ -63,6 +64,18 @@ def test_the_names_of_tables_say_their_split(files):
     for name in ("train", "test"):
         (files() / f"{name}.csv").write_text(f"path,label\n{name}.png,a")
     assert counts(open_source(files())) == {"train": 1, "test": 1}
+
+
+def test_all_pictures_below_a_folder(files):
+    place = files("b/2.png", "b/10.JPG", "a.png", "b/.hidden.png", "__MACOSX/1.png", ".git/1.png")
+    (place / "b" / "folder.jpg").mkdir()
+    (place / "b" / "notes.txt").touch()
+    named = [str(place / name) for name in ("a.png", "b/10.JPG", "b/2.png")]
+    hidden = place / "b" / ".hidden.png"
+    assert expanded(["gone.jpg", place, hidden]) == ["gone.jpg", *named, str(hidden)]
+    assert expanded([]) == []
+    with pytest.raises(ValueError, match=r"folder\.jpg holds no pictures"):
+        expanded([place / "b" / "folder.jpg"])
 
 
 def test_folders_of_classes_beside_a_table_of_something_else(files):

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from vitrail.data.readers.found import SPLITS, Found, folders_of, is_hidden, is_picture, read_file, readable
+from vitrail.data.readers.found import (
+    SPLITS,
+    Found,
+    folders_of,
+    is_picture,
+    pictures_below,
+    read_file,
+    readable,
+    walk,
+)
 
 
 def has_class_folders(place: Path) -> bool:
     """Whether pictures lie in folders of this folder."""
     folders = _split_folders(place) or [("train", place)]
-    return any(_pictures_below(of_class) for _, folder in folders for of_class in folders_of(folder))
+    return any(any(pictures_below(of_class)) for _, folder in folders for of_class in folders_of(folder))
 
 
 def read_folders(place: Path) -> Found:
@@ -28,7 +36,7 @@ def read_folders(place: Path) -> Found:
     passed: list[str] = []
     for split, folder in folders:
         for of_class in folders_of(folder):
-            for parent, files in _walk(of_class):
+            for parent, files in walk(of_class):
                 pictures = [os.path.join(parent, file) for file in files if is_picture(file)]
                 passed += [os.path.join(parent, file) for file in files if not is_picture(file)]
                 for path in pictures:
@@ -60,14 +68,3 @@ def _split_folders(place: Path) -> list[tuple[str, Path]]:
     """(split, folder) for the folders that are called like a split and hold folders themselves."""
     folders = [folder for folder in folders_of(place) if folder.name.lower() in SPLITS and folders_of(folder)]
     return [(SPLITS[folder.name.lower()], folder) for folder in folders]
-
-
-def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """The folder and those below, each with its files, in order and without hidden ones."""
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not is_hidden(name))
-        yield parent, sorted(name for name in files if not is_hidden(name))
-
-
-def _pictures_below(folder: Path) -> bool:
-    return any(is_picture(file) for _, files in _walk(folder) for file in files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -133,6 +133,31 @@ def folders_of(place: Path) -> list[Path]:
         return []
     entries = os.scandir(place)
     return sorted(place / entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
+
+
+def walk(folder: str | os.PathLike[str]) -> Iterator[tuple[str, list[str]]]:
+    """The folder and those below, each with its files, in order and without hidden ones."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        yield parent, sorted(name for name in files if not is_hidden(name))
+
+
+def pictures_below(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """The files in it and in its folders that are pictures by their names."""
+    return (
+        os.path.join(parent, name) for parent, names in walk(folder) for name in names if is_picture(name)
+    )
+
+
+def expanded(places: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """The files as they were named, and in place of a folder all pictures below it, sorted."""
+    paths: list[str] = []
+    for place in places:
+        found = sorted(pictures_below(place))
+        if os.path.isdir(place) and not found:
+            raise ValueError(f"{place} holds no pictures")
+        paths += found or [os.fspath(place)]
+    return paths
 
 
 def is_hidden(name: str) -> bool:
