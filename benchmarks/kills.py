@@ -25,10 +25,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import vitrail
-from vitrail.learn.state import RECIPE, read_state
+from vitrail.learn.state import read_state
 
 RUN = shlex.split(
-    "epochs=8 batch=64 lr=5e-3 model.width=48 model.depth=3 model.heads=3 model.mlp_width=96 "
+    "digits epochs=8 batch=64 lr=5e-3 model.width=48 model.depth=3 model.heads=3 model.mlp_width=96 "
     "model.stem=conv model.pool=mean model.drop_path=0.1 augment.layers=1 augment.erase=0.2 "
     "mixup=0.2 cutmix=1.0 ema=0.95 save_seconds=0.2 precision=float32 attention=fused"
 )
@@ -75,11 +75,8 @@ def kill(folder: Path, moment: float) -> str:
     time.sleep(moment)
     os.killpg(process.pid, signal.SIGKILL)  # one that is through is still there until it is waited for
     process.wait()
-    if not (folder / RECIPE).exists():
-        finish(folder, *RUN)
-        return "begun again, as there was no run yet"
-    step = re.search(r"going on after step (\d+)", finish(folder, "--resume"))
-    return f"resumed at step {step[1] if step else 0}"
+    step = re.search(r"going on after step (\d+)", finish(folder, *RUN, "--resume"))
+    return f"resumed at step {step[1]}" if step else "begun again, as there was no state yet"
 
 
 def fill_disk(disk: Path, expected: dict[str, Tensor]) -> str:

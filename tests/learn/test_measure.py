@@ -238,7 +238,9 @@ def test_pictures_that_changed_since_training_are_refused(run: Path) -> None:
     data = np.load(place)
     try:
         np.savez(place, images=data["images"][:150], labels=data["labels"][:150])
-        with pytest.raises(ValueError, match=r"gives 120 pictures for train, but 160 when .* was trained"):
+        with pytest.raises(
+            ValueError, match=r"does not give the pictures that .* was begun with: train has \d+ "
+        ):
             evaluate(str(run))
     finally:
         place.write_bytes(before)
@@ -247,11 +249,11 @@ def test_pictures_that_changed_since_training_are_refused(run: Path) -> None:
 def test_what_cannot_be_judged_says_why(run: Path, tmp_path: Path) -> None:
     place = str(run.parent / "few.npz")
     asked: list[tuple[dict[str, Any], str]] = [
-        ({"source": str(run / "best")}, "is no run folder with pictures of its own"),
         ({"source": str(run), "split": "tset"}, "unknown split 'tset'; did you mean 'test'"),
         ({"source": str(run), "place": str(tmp_path / "nowhere")}, "does not exist"),
     ]
     save(tiny(), tmp_path / "other")
+    asked.append(({"source": str(tmp_path / "other")}, "other has no run with pictures of its own"))
     asked.append(({"source": str(tmp_path / "other"), "place": place}, "unknown class"))
     save(tiny(classes=0), tmp_path / "features")
     asked.append(({"source": str(tmp_path / "features"), "place": place}, "gives features, not classes"))
@@ -273,14 +275,14 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(run: Path, t
         (
             "data.json",
             "{",
-            r"data\.json is damaged or gone; .*copy/best can be judged, by pictures that you name",
+            r"which pictures .*copy has .* as its data\.json is damaged or gone",
         ),
         (
             "recipe.toml",
             "epochs =",
-            r"as its recipe\.toml says: .* no valid TOML: .*copy/best can, by pictures",
+            r"as its recipe\.toml is damaged: .* no valid TOML: .*",
         ),
-        ("recipe.toml", "epoch = 3", r"as its recipe\.toml says: Recipe has no field 'epoch'"),
+        ("recipe.toml", "epoch = 3", r"as its recipe\.toml is damaged: Recipe has no field 'epoch'"),
     ],
 )
 def test_a_run_with_a_broken_file_says_which(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from vitrail.data.readers import NAMED
 from vitrail.learn.recipe import (
     BOUNDS,
     PRESETS,
@@ -135,16 +136,18 @@ def test_presets_are_recipes_and_their_models_exist(name: str, side: tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("given", "pictures", "expected"),
+    ("given", "kind", "pictures", "expected"),
     [
-        ({}, 1797, "digits"),
-        ({"data": "x"}, 3_000, "small"),
-        ({"data": "x"}, SMALL, "none"),
-        ({"data": "x", "start": "y"}, 3_000, "tune"),
+        ({}, NAMED["digits"].what, 1797, "digits"),
+        ({"data": "./digits"}, "a folder", 3_000, "small"),
+        ({"data": "x"}, "a folder", SMALL, "none"),
+        ({"data": "x", "start": "y"}, "a folder", 3_000, "tune"),
     ],
 )
-def test_the_preset_is_chosen_and_said(given: dict[str, str], pictures: int, expected: str) -> None:
-    name, why = choose(layered(given), pictures)
+def test_the_preset_is_chosen_and_said(
+    given: dict[str, str], kind: str, pictures: int, expected: str
+) -> None:
+    name, why = choose(layered(given), kind, pictures)
     assert name == expected
     assert why
 

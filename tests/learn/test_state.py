@@ -22,7 +22,7 @@ from vitrail.learn.state import (
     State,
     WriteError,
     locked,
-    read_findings,
+    read_data,
     read_lines,
     read_state,
     rewind,
@@ -67,13 +67,13 @@ def test_where_every_state_is_damaged_that_is_said(tmp_path: Path) -> None:
         read_state(tmp_path)
 
 
-def test_findings_that_are_damaged_are_named(tmp_path: Path) -> None:
+def test_what_tells_of_the_pictures_and_is_damaged_is_named(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"counts": {}}'):
         (tmp_path / "data.json").write_text(text)
         with pytest.raises(
-            ValueError, match=rf"data\.json is damaged or gone; {tmp_path}/best can be judged"
+            ValueError, match=rf"which pictures {tmp_path} has .* as its data\.json is damaged or gone"
         ):
-            read_findings(tmp_path)
+            read_data(tmp_path)
 
 
 HOLD = "import sys, time; from pathlib import Path; from vitrail.learn.state import locked\n\
@@ -119,6 +119,7 @@ def test_what_cannot_be_a_run_folder(tmp_path: Path, name: str, why: str) -> Non
 
 
 def test_what_a_killed_run_left_is_tidied_up(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").touch()
     for name, aside in (("last", True), ("best", False)):
         workshop = tmp_path / f".{name}.x1y2"
         (workshop / "new").mkdir(parents=True)
@@ -129,7 +130,21 @@ def test_what_a_killed_run_left_is_tidied_up(tmp_path: Path) -> None:
     with locked(tmp_path):
         assert (tmp_path / "last" / "kept").exists(), "it was between two renames"
         assert not (tmp_path / "best" / "kept").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "last"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "best", "last", "recipe.toml"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "begun"), [(".last.x1y2", False), (".config.d", True), (".best.notes", True)]
+)
+def test_folders_of_others_are_left_alone(tmp_path: Path, folder: str, begun: bool) -> None:
+    """Of one that is no run at all; in a run those of other names, and those with other things inside."""
+    if begun:
+        (tmp_path / "recipe.toml").touch()
+    kept = tmp_path / folder / ("mine" if folder == ".best.notes" else "new")
+    kept.mkdir(parents=True)
+    with locked(tmp_path):
+        pass
+    assert kept.is_dir()
 
 
 @pytest.fixture

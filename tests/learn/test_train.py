@@ -118,7 +118,9 @@ def test_resume_takes_the_latest_run_and_its_changes(place: Path, pictures: str)
             r"another model; .* with another --out and perhaps --from .*\n.*another shape: ",
         ),
         (["model.stem=patch"], r"another model; .*\n  \d+ unexpected: patches\.stem"),
-        (["data=letters.npz"], r"classes: 0, 1, 2 … instead of a, b, c …"),
+        (["data=letters.npz"], r"runs/few was begun with data=.*few\.npz, not letters\.npz; .*another --out"),
+        (["seed=3"], "was begun with seed=0, not 3"),
+        (["test=0"], "was begun with test=0.1, not 0"),
     ],
 )
 def test_a_run_does_not_go_on_as_another(
@@ -189,7 +191,7 @@ def test_minutes_become_epochs_and_stay(place: Path, pictures: str) -> None:
     assert folder is not None
     text = (folder / "recipe.toml").read_text()
     assert "minutes =" not in text
-    assert "auto" not in text
+    assert "auto" not in text.replace('device = "auto"', "")
     assert "epochs = " in text
 
 
@@ -247,8 +249,72 @@ def test_a_run_is_no_place_of_pictures(place: Path, pictures: str) -> None:
 
 def test_resuming_takes_no_other_weights_or_pictures(place: Path, pictures: str) -> None:
     run = train(pictures, [*SMALL, "epochs=0.5"])
-    for given in ({"source": "digits"}, {"start": "digits"}):
-        with pytest.raises(
-            ValueError, match="goes on with its own pictures, weights and recipe; leave digits"
-        ):
+    for given, what in (({"source": "digits"}, "data="), ({"start": "digits"}, "start=")):
+        with pytest.raises(ValueError, match=f"{run} was begun with {what}.*, not digits; a run goes on"):
             train(**given, out=run, resume=True)
+
+
+def test_the_same_command_begins_and_goes_on(
+    place: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured when it began is not measured again, though the command asks for it."""
+    asked = [*SMALL[:-1], "minutes=0.01"]  # the precision is measured, too
+    run = train(pictures, asked, out=place / "run", resume=True)
+    assert run is not None
+    before = (run / "recipe.toml").read_text()
+    assert "few.npz" in before
+    assert "auto" not in before.replace('device = "auto"', "")
+    capsys.readouterr()
+    train("few.npz", asked, out=run, resume=True)
+    assert (run / "recipe.toml").read_text() == before
+    said = capsys.readouterr().out
+    assert "epochs are what fitted into the minutes when it was begun" in said
+    assert "measured" not in said
+
+
+def test_pictures_that_changed_are_not_gone_on_with(place: Path, pictures: str) -> None:
+    """As many, but others: those learned from could be judged by."""
+    train(pictures, [*SMALL, "epochs=1"])
+    with np.load(pictures) as found:
+        np.savez(pictures, images=found["images"], labels=np.roll(found["labels"], 1))
+    with pytest.raises(ValueError, match=r"does not give the pictures that runs/few was begun with"):
+        train(resume=True)
+
+
+def test_a_folder_that_holds_something_else_is_not_written_into(place: Path, pictures: str) -> None:
+    (place / "mine" / "best").mkdir(parents=True)
+    with pytest.raises(ValueError, match="mine is no run, but holds best, which a run would write over"):
+        train(pictures, SMALL, out=place / "mine")
+
+
+def test_weights_that_know_the_pictures_kept_apart_are_told(
+    place: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(pictures, [*SMALL, "epochs=0.5"])
+    capsys.readouterr()
+    for seed, leaks in ((0, False), (1, True)):
+        train(pictures, ["epochs=0.5", "batch=32", "precision=float32", f"seed={seed}"], start=f"{run}/best")
+        assert ("the score is too good, because runs/few/best has" in capsys.readouterr().out) == leaks
+
+
+def test_a_folder_called_digits_is_not_the_built_in_ones(
+    place: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "digits").mkdir()
+    train(None, [*SMALL, "epochs=0.1"])
+    assert "test of digits" in capsys.readouterr().out
+
+
+def test_a_written_recipe_trains_the_same_again(place: Path, pictures: str) -> None:
+    """From anywhere, and whatever the presets become."""
+    run = train("few.npz", [*SMALL, "epochs=1"])
+    assert run is not None
+    text = (run / "recipe.toml").read_text()
+    assert 'preset = "none"' in text
+    assert f'data = "{pictures}"' in text
+    again = train(str(run / "recipe.toml"), out=place / "again")
+    assert again is not None
+    one, two = (read_state(folder) for folder in (run, again))
+    assert one is not None
+    assert two is not None
+    assert all(same(one.tensors[name], two.tensors[name]) for name in one.tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import threading
 import time
@@ -105,7 +106,7 @@ def fit(
                 progress.end()
                 raise Stopped(
                     f"stopped after step {learner.step} of {steps}, all of it kept. Go on with:\n"
-                    f"  vitrail train --resume --out {folder}"
+                    f"  vitrail train --resume --out {shlex.quote(str(folder))}"
                 )
     progress.end()
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batches import Batch
-from vitrail.data.readers.found import is_picture, need, readable
+from vitrail.data.readers.found import expanded, need, readable
 from vitrail.data.sources import from_files
-from vitrail.learn.evaluate import class_names, once, weights_in
+from vitrail.learn.evaluate import class_names, once
 from vitrail.learn.processes import Processes, gathered, processes
 from vitrail.learn.progress import followed
+from vitrail.learn.state import weights_in
 from vitrail.models import Model
 from vitrail.weights import load
 from vitrail.words import nearest
@@ -64,6 +65,8 @@ def predict(
     if ending not in WRITERS:
         raise ValueError(f"{out} cannot be written: its ending is {ending!r}; {nearest(ending, WRITERS)}")
     paths = expanded(pictures)
+    if not paths:
+        raise ValueError("there is nothing to predict; name picture files, or folders of them")
     with processes(device) as here:
         model = load(weights_in(source), dtype=torch.float32).to(here.device)
         labels = class_names(model, source)
@@ -78,22 +81,6 @@ def predict(
         else:
             list(chunks)
     return len(loader.bad)
-
-
-def expanded(pictures: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The files as they were named, and in place of a folder all pictures below it, sorted."""
-    paths: list[str] = []
-    for path in map(Path, pictures):
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if is_picture(file.name) and file.name[0] != ".")
-            if not found:
-                raise ValueError(f"{path} holds no pictures")
-            paths += map(str, found)
-        else:
-            paths.append(str(path))
-    if not paths:
-        raise ValueError("there is nothing to predict; name picture files, or folders of them")
-    return paths
 
 
 def _chunks(model: Model, batches: Iterable[Batch], top: int, bad: dict[int, str]) -> Iterator[Chunk]:

@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.checks import refuse_one_class
-from vitrail.data.sources import complete, open_source
-from vitrail.learn.evaluate import once, weights_in
+from vitrail.data.sources import complete
+from vitrail.learn.evaluate import once
 from vitrail.learn.measure import Figures, answers, measure
 from vitrail.learn.processes import processes
+from vitrail.learn.splits import opened
+from vitrail.learn.state import weights_in
 from vitrail.weights import load
 
 HELD = "held"  # the part of the training pictures that settings are chosen on
@@ -61,21 +63,28 @@ class Probe(NamedTuple):
 
 
 def probe(
-    source: str, place: str, *, batch: int = 64, workers: int | None = None, seed: int = 0
+    source: str,
+    place: str,
+    *,
+    batch: int = 64,
+    workers: int | None = None,
+    device: str = "auto",
+    seed: int = 0,
 ) -> Probe | None:
     """The worth of a model's features on labelled pictures; None in all processes but the first.
 
     source: a run folder, or anything that vitrail.load reads. place: pictures as open_source knows them;
-    a fifth of them is kept apart as test where there is neither val nor test. batch: pictures at a time in
-    each process.
+    a fifth of them is kept apart as test where there is neither val nor test, neither in the place nor in
+    the run that the model comes from. batch: pictures at a time in each process. device: as processes
+    takes it.
     """
-    dataset = open_source(place)
+    dataset, _ = opened(source, place)
     refuse_one_class(dataset.classes)
     shares = {HELD: 0.2} if {"val", "test"} & dataset.splits.keys() else {HELD: 0.2, "test": 0.2}
     splits = complete(dataset, seed=seed, shares=shares).splits
     judged: list[str] = [split for split in ("val", "test") if split in splits]
-    with processes() as here:
-        model: Any = load(weights_in(source)).to(here.device)
+    with processes(device) as here:
+        model: Any = load(weights_in(source), dtype=torch.float32).to(here.device)
         given = {
             split: answers(model.features, once(pictures, model, here, batch=batch, workers=workers), here)
             for split, pictures in splits.items()

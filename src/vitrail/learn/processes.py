@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,7 @@ def processes(device: str = "auto") -> Iterator[Processes]:
         yield Processes(rank, world, place)
         dist.barrier()  # gloo aborts a process that leaves while another is still talking to it
     finally:
+        gc.collect()  # what still holds the group would end it when the interpreter is half gone, and abort
         dist.destroy_process_group()
 
 

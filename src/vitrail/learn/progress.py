@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vitrail.data.batches import Batch, Loader
-from vitrail.learn.board import write_board
 from vitrail.learn.learner import Learner
-from vitrail.learn.state import BOARD, write_lines
+from vitrail.learn.state import write_lines
 
 REFRESH = 0.2  # seconds
 
@@ -132,7 +131,6 @@ class Journal:
             lines.append({"part": "val", **about, **scores})
         if lines and self.writes:
             write_lines(self.folder, lines)
-            write_board(self.folder / BOARD, lines)
         self._clear()
 
 

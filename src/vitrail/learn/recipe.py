@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from vitrail.attention import BACKENDS
 from vitrail.data.augment import Augment
+from vitrail.data.readers import NAMED
 from vitrail.learn.objectives import OBJECTIVES
 from vitrail.learn.optimiser import Part
 from vitrail.models.config import build_config
@@ -27,7 +29,7 @@ else:
 class Recipe:
     """What a run is made of; on the same data, start and number of threads it decides every bit."""
 
-    preset: str = "none"  # the key of PRESETS that it began with
+    preset: str = "none"  # the key of PRESETS that lies under it
     seed: int = 0
 
     # the data
@@ -35,7 +37,7 @@ class Recipe:
     validation: float = 0.1  # the share of training pictures kept apart, where no such split exists
     test: float = 0.1
     workers: int | None = None  # threads that decode; None: one for each core
-    cache: float = 4.0  # GiB of decoded pictures kept in memory
+    cache: float = 4.0  # GiB of decoded pictures kept in memory, by all processes together
     augment: Augment = field(default_factory=Augment)
 
     # the model: {"name": …} and changes to its config; or where its weights start from, and changes
@@ -70,6 +72,7 @@ class Recipe:
     floor: float = 0.0  # share of lr that is left at the end
 
     # the machine
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: CUDA where there is one, else the CPU
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the faster, measured at the start
     attention: str = "auto"  # a key of attention.BACKENDS; auto: the fastest, measured at the start
     compile: bool = False
@@ -88,8 +91,7 @@ class Recipe:
         for name, (low, high) in BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                expected = f"{low:g} or more" if math.isinf(high) else f"from {low:g} to {high:g}"
-                raise ValueError(f"{name}={value!r} is not possible; expected {expected}")
+                raise ValueError(f"{name}={value!r} is not possible; expected from {low:g} to {high:g}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} are not possible; expected two from 0 to below 1")
         if isinstance(self.learns, int) and self.learns < 0:
@@ -132,13 +134,13 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "lr": (0, 1e3),
     "weight_decay": (0, 10),
     "layer_decay": (TINY, 1),
-    "clip": (0, math.inf),
+    "clip": (0, MOST),
     "ema": (0, 1),
     "epochs": (TINY, 1 / TINY),
     "minutes": (TINY, MOST),
     "warmup": (0, 1),
     "floor": (0, 1),
-    "save_seconds": (0, math.inf),
+    "save_seconds": (0, 1 / TINY),
 }
 
 # What is said of a model elsewhere.
@@ -214,11 +216,11 @@ PATCHES_ACROSS = 8  # its patches to a side, as nearly as powers of two come
 SMALL = 200_000  # fewer pictures than this do not teach a plain ViT what convolutions see from the start
 
 
-def choose(recipe: Recipe, pictures: int) -> tuple[str, str]:
-    """The preset for a run that names none, and why."""
+def choose(recipe: Recipe, kind: str, pictures: int) -> tuple[str, str]:
+    """The preset for a run that names none, and why. kind: what was opened, as a Dataset says it."""
     if recipe.start is not None:
         return "tune", f"the weights of {recipe.start} are tuned gently, the first layers the least"
-    if recipe.data == "digits":
+    if kind == NAMED["digits"].what:
         return "digits", "the built-in digits have a size of model and a schedule of their own"
     if pictures < SMALL:
         return "small", (
@@ -258,6 +260,27 @@ def layered(*layers: Mapping[str, Any]) -> Recipe:
     return build_config(Recipe, merged)
 
 
+def same_place(one: str, other: str) -> bool:
+    """Whether two words of recipes lead to the same; a name, as that of the digits, leads to no folder."""
+    return one == other or (
+        NAMED.keys().isdisjoint({one, other}) and Path(one).resolve() == Path(other).resolve()
+    )
+
+
+def from_anywhere(recipe: Recipe) -> Recipe:
+    """The same, its paths written in full; what is none (the digits, an id of a hub) stays as it is."""
+
+    def full(place: str) -> str:
+        return os.path.abspath(place) if os.path.exists(place) else place
+
+    return replace(
+        recipe,
+        data=recipe.data if recipe.data in NAMED else full(recipe.data),
+        start=recipe.start and full(recipe.start),
+        teacher=recipe.teacher and full(recipe.teacher),
+    )
+
+
 def read(path: Path) -> dict[str, Any]:
     """The values in a TOML file."""
     try:
@@ -269,6 +292,7 @@ def read(path: Path) -> dict[str, Any]:
 def changes(assignments: Sequence[str]) -> dict[str, Any]:
     """Values from words such as epochs=30, model=vit-ti/4, model.pool=mean, augment.scale=[0.5,1], test=0."""
     values: dict[str, Any] = {}
+    hints = get_type_hints(Recipe)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name:
@@ -276,7 +300,12 @@ def changes(assignments: Sequence[str]) -> dict[str, Any]:
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            value = None if text.lower() == "none" else text  # what TOML cannot read is a word
+            value = text  # what TOML cannot read is a word
+        hint = hints.get(name)
+        if str in (hint, *get_args(hint)) and not isinstance(value, str):
+            value = text  # a folder may be called 2024
+        if text.lower() == "none" and hint is not str:
+            value = None
         name, dot, inner = name.partition(".")
         if name == "model" and not dot and not isinstance(value, dict):
             dot, inner = ".", "name"

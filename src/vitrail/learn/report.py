@@ -23,7 +23,7 @@ from vitrail.data.sources import Pictures
 from vitrail.learn.charts import curves, reliability
 from vitrail.learn.measure import Case, Figures, OfClass, Rate, confusions
 from vitrail.learn.progress import clock
-from vitrail.learn.state import FINDINGS, METRICS, RECIPE, read_findings, read_lines
+from vitrail.learn.state import DATA, METRICS, RECIPE, read_data, read_lines
 from vitrail.look import attention_layers, overlay, record
 from vitrail.models import Model
 from vitrail.weights.errors import SaveError, explained
@@ -107,7 +107,7 @@ def _seconds(lines: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], floa
 
 def _findings(run: Path, figures: Figures) -> str:
     """What was found wrong with the pictures."""
-    notes = list(read_findings(run).notes) if (run / FINDINGS).is_file() else []
+    notes = list(read_data(run).notes) if (run / DATA).is_file() else []
     notes += [f"{name} cannot be read: {why}" for name, why in figures.bad.items()]
     if not notes:
         return ""

@@ -2,9 +2,10 @@
 
     runs/x/
       recipe.toml            everything that decides the run
-      data.json              what was found wrong with the pictures
+      data.json              which pictures it learns from, and what was found wrong with them
       metrics.jsonl          a line for each stretch of training and each validation; also in tensorboard/
       last/  best/           models for vitrail.load
+      figures.json           what the best is worth on pictures kept apart, at the end; also as report.html
       resume-0.safetensors   the states to go on from, written by turns: the newer that is whole counts
       resume-1.safetensors
 
@@ -19,7 +20,7 @@ import os
 import platform
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,17 +31,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vitrail.data.checks import Findings
 from vitrail.learn.board import write_board
 from vitrail.models import Model
 from vitrail.weights import native
 from vitrail.weights.writing import replacing
 
 RECIPE = "recipe.toml"
+DATA = "data.json"
 METRICS = "metrics.jsonl"
-FINDINGS = "data.json"
 BOARD = "tensorboard"
+MODELS = ("best", "last")
+FIGURES = "figures.json"
+REPORT = "report.html"
 STATES = ("resume-0.safetensors", "resume-1.safetensors")
+OTHERS = (DATA, METRICS, BOARD, *MODELS, FIGURES, REPORT)  # that are there only after a recipe
+WORKSHOP = {"new", "old", "usual"}  # what may lie in a folder of weights.writing.replacing
 KEY = "vitrail"  # what the facts are called in a state's metadata
 
 
@@ -49,6 +54,21 @@ class State(NamedTuple):
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
+
+
+class Data(NamedTuple):
+    """The pictures of a run, as data.json has them.
+
+    digests: split → what only these pictures have: of their names, order and classes.
+    counts: split → class → pictures.
+    bad: split → name → why it cannot be read; such pictures are left out.
+    notes: what a person should know of them, a line or more each.
+    """
+
+    digests: dict[str, str]
+    counts: dict[str, dict[str, int]]
+    bad: dict[str, dict[str, str]]
+    notes: Sequence[str]
 
 
 class WriteError(OSError):
@@ -77,26 +97,42 @@ def locked(folder: Path) -> Iterator[None]:
             f"{folder} cannot be a run folder: {error.strerror}; choose another with --out"
         ) from error
     try:
-        owner.write_text(f"process {os.getpid()} on {platform.node()}")
-        _tidy(folder)
+        with _writing(owner):
+            owner.write_text(f"process {os.getpid()} on {platform.node()}")
+        if is_run(folder):
+            _tidy(folder)
         yield
     finally:
         with suppress(OSError):  # others may have put something there, or taken it away
             owner.unlink()
-            if not any((folder / name).exists() for name in (RECIPE, *STATES)):
+            if not is_run(folder):
                 file.unlink()
                 for path in made:
                     path.rmdir()
         lock.release()
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run was begun in the folder."""
+    return any((folder / name).exists() for name in (RECIPE, *STATES))
+
+
+def weights_in(place: str) -> str:
+    """What vitrail.load reads: of a run folder its best model, or its last before there is a best."""
+    folders = (Path(place) / kind for kind in MODELS)
+    return next((str(folder) for folder in folders if folder.is_dir()), place)
+
+
 def _tidy(folder: Path) -> None:
     """Removes what a killed run was in the middle of writing, and puts back what it had set aside."""
-    for workshop in filter(Path.is_dir, folder.glob(".*.*")):
-        old, target = workshop / "old", folder / workshop.name.split(".")[1]
-        if old.exists() and not target.exists():
-            old.rename(target)
-        shutil.rmtree(workshop)
+    for name in (RECIPE, *OTHERS, *STATES):
+        for workshop in folder.glob(f".{name}.*"):
+            if not workshop.is_dir() or {path.name for path in workshop.iterdir()} - WORKSHOP:
+                continue  # somebody else's
+            old, target = workshop / "old", folder / name
+            if old.exists() and not target.exists():
+                old.rename(target)
+            shutil.rmtree(workshop)
 
 
 @contextmanager
@@ -172,24 +208,26 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
     return total
 
 
-def read_findings(folder: Path) -> Findings:
-    """What was found wrong with the pictures of a run."""
-    path = folder / FINDINGS
+def read_data(folder: Path) -> Data:
+    """data.json of a run."""
     try:
-        return Findings(**json.loads(path.read_text(encoding="utf-8")))
+        return Data(**json.loads((folder / DATA).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} is damaged or gone; {folder / 'best'} can be judged, by pictures that you name"
+            f"which pictures {folder} has learned from cannot be told, as its {DATA} is damaged or gone. "
+            "Restore it, or move the weights elsewhere, to use them with pictures that they have never seen"
         ) from error
 
 
-def write_lines(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Adds lines to the metrics, for good."""
+def write_lines(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Adds lines to the metrics, for good, and to those for TensorBoard."""
     path = folder / METRICS
     with _writing(path), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
         file.flush()
         os.fsync(file.fileno())
+    with _writing(folder / BOARD):
+        write_board(folder / BOARD, lines)
 
 
 def read_lines(folder: Path, until: int) -> list[dict[str, Any]]:
@@ -212,4 +250,5 @@ def rewind(folder: Path, step: int) -> None:
     lines = read_lines(folder, step)
     write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
     shutil.rmtree(folder / BOARD, ignore_errors=True)
-    write_board(folder / BOARD, lines)
+    with _writing(folder / BOARD):
+        write_board(folder / BOARD, lines)

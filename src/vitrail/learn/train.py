@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -15,11 +16,11 @@ import torch
 from torch import nn
 
 from vitrail.data.batches import Loader, Store
-from vitrail.data.checks import Findings, examine
+from vitrail.data.checks import examine
 from vitrail.data.pictures import PictureError, open_picture
 from vitrail.data.preprocess import Preprocess, Sides
 from vitrail.data.seeds import mix
-from vitrail.data.sources import Dataset, Pictures, complete, open_source
+from vitrail.data.sources import Dataset, Pictures
 from vitrail.learn.fit import fit
 from vitrail.learn.learner import begin, from_state, validate
 from vitrail.learn.measure import answers, measure, table
@@ -28,19 +29,44 @@ from vitrail.learn.optimiser import freeze
 from vitrail.learn.pace import Pace, settle
 from vitrail.learn.processes import Processes, agreed, processes
 from vitrail.learn.progress import clock, ticker, told
-from vitrail.learn.recipe import Recipe, changes, choose, layered, preset, read, to_toml
+from vitrail.learn.recipe import (
+    Recipe,
+    changes,
+    choose,
+    from_anywhere,
+    layered,
+    preset,
+    read,
+    same_place,
+    to_toml,
+)
 from vitrail.learn.report import write_report
-from vitrail.learn.state import FINDINGS, RECIPE, STATES, locked, read_state, write_model, write_text
+from vitrail.learn.splits import data_of, dataset_of, learned_before, left_out, refuse_changed
+from vitrail.learn.state import (
+    DATA,
+    FIGURES,
+    OTHERS,
+    RECIPE,
+    REPORT,
+    STATES,
+    Data,
+    is_run,
+    locked,
+    read_data,
+    read_state,
+    weights_in,
+    write_model,
+    write_text,
+)
 from vitrail.models import Model, create
 from vitrail.weights import load
 
 RUNS = Path("runs")
-FIGURES = "figures.json"
-REPORT = "report.html"
 LOOKED_AT = 32  # pictures whose sizes tell the size of all
 LEAST = 20  # steps between validations, where an epoch has fewer
 KEPT = 0.95  # of the minutes are planned for: rates come and go
 NATIVE = 64  # pictures no larger than this are taken as they are
+FIXED = ("data", "start", "seed", "validation", "test")  # what a run cannot change once it has begun
 HEADING = "Written by vitrail train, complete. Go on with: vitrail train --resume --out {folder}"
 
 
@@ -52,7 +78,7 @@ class Setting(NamedTuple):
     model: Model
     objective: Objective
     loaders: dict[str, Loader]  # by split
-    findings: Findings
+    data: Data
     here: Processes
 
     @property
@@ -60,25 +86,26 @@ class Setting(NamedTuple):
         """Steps in an epoch: whole batches only."""
         return len(self.loaders["train"])
 
+    @property
+    def period(self) -> int:
+        """Steps between validations: an epoch, or several short ones."""
+        return self.per_epoch * -(-LEAST // self.per_epoch)
+
     def batches(self, step: int) -> Generator[Any, None, None]:
         """Training batches from a step on, without end; this process's part of each."""
         recipe = self.recipe
-        epoch, within = divmod(step, self.per_epoch)
-        while True:
-            for batch in self.loaders["train"].epoch(epoch, within):
-                mixed: Any = batch
-                if recipe.mixup or recipe.cutmix:
-                    mixed = mix_pairs(
-                        batch,
-                        mix(recipe.seed, epoch, within, "mix"),
-                        mixup=recipe.mixup,
-                        cutmix=recipe.cutmix,
-                        rank=self.here.rank,
-                        world=self.here.world,
-                    )
-                yield mixed
-                within += 1
-            epoch, within = epoch + 1, 0
+        for number, batch in enumerate(self.loaders["train"].stream(step), start=step):
+            mixed: Any = batch
+            if recipe.mixup or recipe.cutmix:
+                mixed = mix_pairs(
+                    batch,
+                    mix(recipe.seed, number, "mix"),
+                    mixup=recipe.mixup,
+                    cutmix=recipe.cutmix,
+                    rank=self.here.rank,
+                    world=self.here.world,
+                )
+            yield mixed
 
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
         """Loss and figures of a model on a split."""
@@ -99,32 +126,28 @@ def train(
 
     source: pictures as open_source knows them, a recipe's .toml, or None for the built-in digits.
     assignments: changes to the recipe, each field=value. start: weights to begin from. out: the run
-    folder, by default a new one in runs/. resume: go on in `out`, by default the latest run. strict:
-    refuse bad pictures instead of leaving them out. dry_run: only tell what would happen.
+    folder, by default a new one in runs/. resume: go on in `out`, by default the latest run; with a source,
+    begin where there is none yet. strict: refuse bad pictures instead of leaving them out. dry_run: only
+    tell what would happen.
     """
-    with processes() as here, ExitStack() as stack:
+    asked = changes(assignments) | ({"start": start} if start else {})
+    values: list[dict[str, Any]] = [*_from_source(source), asked]
+    notes: list[str] = []
+    folder = out or (_latest() if resume else _unused(layered(*values).data))
+    if resume and (folder / RECIPE).is_file():
+        values, notes = _going_on(folder, source, asked)
+    elif resume and source is None:
+        raise ValueError(f"{folder} holds no run to go on with (no {RECIPE}); name a run folder with --out")
+    else:
+        _refuse_taken(folder)
+    with processes(layered(*values).device) as here, ExitStack() as stack:
         say: Callable[[str], None] = print if here.first else _silent
-        asked = changes(assignments) | ({"start": start} if start else {})
-        if resume:
-            folder = agreed(out or _latest(), here)
-            values = [read(_recipe_in(folder)), asked]
-            if given := source or start:
-                raise ValueError(
-                    f"a run goes on with its own pictures, weights and recipe; leave {given} out, and name "
-                    f"the run folder with --out ({folder} is meant now)"
-                )
-        else:
-            values = [*_from_source(source), asked]
-            folder = agreed(out or _unused(str(layered(*values).data)), here)
-            if any((folder / name).exists() for name in (*STATES, RECIPE)):
-                raise ValueError(
-                    f"{folder} already holds a run; go on with --resume, or choose another --out"
-                )
         if here.first:  # at once: what cannot be written to is no use to set up for
             stack.enter_context(locked(folder))
         state = agreed(read_state(folder) if here.first else None, here)
-        setting, notes = _set_up(values, here, strict=strict)
-        for note in notes:
+        data = None if state is None else agreed(read_data(folder) if here.first else None, here)
+        setting = _set_up(values, here, folder, data, strict=strict)
+        for note in setting.data.notes if data is None else notes:
             say(note)
         setting, measured = _settle(setting, dry_run=dry_run)
         recipe, per_epoch = setting.recipe, setting.per_epoch
@@ -137,8 +160,9 @@ def train(
             return None
 
         if here.first:
-            write_text(folder / RECIPE, to_toml(recipe, HEADING.format(folder=folder)))
-            write_text(folder / FINDINGS, json.dumps(setting.findings.to_dict(), indent=1) + "\n")
+            complete = replace(from_anywhere(recipe), preset="none")
+            write_text(folder / RECIPE, to_toml(complete, HEADING.format(folder=shlex.quote(str(folder)))))
+            write_text(folder / DATA, json.dumps(setting.data._asdict(), indent=1) + "\n")
         fit(
             learner,
             setting.objective,
@@ -149,7 +173,7 @@ def train(
             lambda model, kind: write_model(model, folder / kind),
             steps=steps,
             per_epoch=per_epoch,
-            period=per_epoch * -(-LEAST // per_epoch),
+            period=setting.period,
             folder=folder,
             here=here,
         )
@@ -191,20 +215,61 @@ def _from_source(source: str | None) -> list[dict[str, Any]]:
     return [{} if source is None else {"data": source}]
 
 
+def _going_on(
+    folder: Path, source: str | None, asked: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The values of the run in a folder with what is asked of it now; and what a person should know.
+
+    The command that began a run may be given again: what was measured then stays as it is.
+    """
+    own = read(folder / RECIPE)
+    recipe = layered(own)
+    wanted = {name: asked[name] for name in FIXED if name in asked}
+    if source is not None:
+        wanted = {"data": layered(*_from_source(source)).data} | wanted
+    for name, value in wanted.items():
+        has = getattr(recipe, name)
+        if value != has and not (isinstance(has, str) and isinstance(value, str) and same_place(value, has)):
+            raise ValueError(
+                f"{folder} was begun with {name}={has}, not {value}; a run goes on with its own pictures and "
+                "weights. Leave that out, or begin another run with another --out"
+            )
+    measured = {name for name, value in asked.items() if name == "minutes" or value == "auto"}
+    notes = []
+    if "minutes" in measured:
+        notes.append(
+            f"its {recipe.epochs:g} epochs are what fitted into the minutes when it was begun; give epochs=… "
+            "for more or fewer"
+        )
+    return [own, {name: value for name, value in asked.items() if name not in {*FIXED, *measured}}], notes
+
+
+def _refuse_taken(folder: Path) -> None:
+    """A new run begins in a folder that holds nothing it would write over."""
+    if is_run(folder):
+        raise ValueError(f"{folder} already holds a run; go on with --resume, or choose another --out")
+    if taken := [name for name in OTHERS if (folder / name).exists()]:
+        raise ValueError(
+            f"{folder} is no run, but holds {', '.join(taken)}, which a run would write over; choose another "
+            "--out"
+        )
+
+
 def _set_up(
-    values: Sequence[Mapping[str, Any]], here: Processes, *, strict: bool
-) -> tuple[Setting, list[str]]:
-    """Data, model, objective and loaders; and what a person should know of them."""
+    values: Sequence[Mapping[str, Any]], here: Processes, folder: Path, data: Data | None, *, strict: bool
+) -> Setting:
+    """Data, model, objective and loaders. data: that of the run, where it goes on."""
     given = layered(*values)
-    shares = {split: share for split, share in (("val", given.validation), ("test", given.test)) if share}
-    dataset = complete(open_source(given.data), seed=given.seed, shares=shares)
+    dataset = dataset_of(given)
+    if data is not None:
+        refuse_changed(dataset, data, folder)
     pictures = dataset.splits["train"]
     side, channels = _native(pictures)
 
-    notes = list(dataset.notes)
+    notes = []
     named = next((layer["preset"] for layer in reversed(values) if "preset" in layer), None)
     if named is None:
-        named, why = choose(given, len(pictures))
+        named, why = choose(given, dataset.kind, len(pictures))
         notes.append(f"preset {named}: {why}")
     recipe = layered(preset(named, side), *values, {"preset": named})
     share = 2 * recipe.accumulate * here.world
@@ -220,17 +285,21 @@ def _set_up(
             None if recipe.teacher is None else _teacher(recipe.teacher, dataset.classes).to(here.device)
         )
     notes += [str(warning.message) for warning in caught]
+    every = sum(map(len, dataset.splits.values())) * here.world
     stores = {
         split: Store(
             pictures,
             model.preprocess,
             exact=split != "train",
-            memory=int(recipe.cache * 2**30 * len(pictures) / sum(map(len, dataset.splits.values()))),
+            memory=int(recipe.cache * 2**30 * len(pictures) / every),
         )
         for split, pictures in dataset.splits.items()
     }
-    tick = ticker("reading picture") if here.first else None
-    findings = examine(stores, strict=strict, workers=recipe.workers, progress=tick)
+    if data is None:
+        tick = ticker("reading picture") if here.first else None
+        findings = examine(stores, strict=strict, workers=recipe.workers, progress=tick)
+        data = data_of(dataset, findings, [*notes, *learned_before(dataset, recipe)])
+    bad = left_out(dataset, data)
     loaders = {
         split: Loader(
             store,
@@ -238,7 +307,7 @@ def _set_up(
             train=split == "train",
             augment=recipe.augment if split == "train" else None,
             seed=recipe.seed,
-            leave_out=findings.bad[split],
+            leave_out=bad[split],
             rank=here.rank,
             world=here.world,
             workers=recipe.workers,
@@ -247,7 +316,7 @@ def _set_up(
         for split, store in stores.items()
     }
     objective = OBJECTIVES[recipe.objective](recipe, teacher)
-    return Setting(recipe, dataset, model, objective, loaders, findings, here), [*notes, *findings.notes]
+    return Setting(recipe, dataset, model, objective, loaders, data, here)
 
 
 def _native(pictures: Pictures) -> tuple[Sides | None, int]:
@@ -272,7 +341,13 @@ def _model(recipe: Recipe, classes: tuple[str, ...], side: Sides | None, channel
             raise ValueError(
                 f"start={recipe.start!r} and model={options['name']!r} are two beginnings; give one"
             )
-        return load(_weights_in(recipe.start), labels=classes, image_size=recipe.image_size, **options)
+        return load(
+            weights_in(recipe.start),
+            labels=classes,
+            image_size=recipe.image_size,
+            dtype=torch.float32,
+            **options,
+        )
     name = options.pop("name", "vit-ti/16")
     size = recipe.image_size or side
     options |= {"channels": channels} | ({"image_size": size} if size else {})
@@ -286,7 +361,7 @@ def _model(recipe: Recipe, classes: tuple[str, ...], side: Sides | None, channel
 
 
 def _teacher(place: str, classes: tuple[str, ...]) -> Model:
-    teacher = load(_weights_in(place))
+    teacher = load(weights_in(place), dtype=torch.float32)
     known = teacher.labels or classes
     if teacher.config.classes != len(classes) or known != classes:
         raise ValueError(
@@ -296,16 +371,10 @@ def _teacher(place: str, classes: tuple[str, ...]) -> Model:
     return teacher
 
 
-def _weights_in(place: str) -> str:
-    """What vitrail.load reads: of a run folder, its best model."""
-    best = Path(place) / "best"
-    return str(best) if best.is_dir() else place
-
-
 def _settle(setting: Setting, *, dry_run: bool) -> tuple[Setting, Pace | None]:
     """What is left open, decided by measurement: the precision, and the epochs that fit into the minutes."""
     recipe = setting.recipe
-    if not (dry_run or recipe.minutes or recipe.precision == "auto"):
+    if not (dry_run or recipe.minutes or "auto" in (recipe.precision, recipe.attention)):
         return setting, None
     recipe, measured = agreed(
         settle(setting.model, setting.objective, setting.batches, recipe, setting.here), setting.here
@@ -317,9 +386,9 @@ def _settle(setting: Setting, *, dry_run: bool) -> tuple[Setting, Pace | None]:
 
 
 def _epoch_seconds(setting: Setting, measured: Pace) -> float:
-    """With its validation, which computes no gradients: a third of the work for each picture."""
+    """With its validations, which compute no gradients: a third of the work for each picture."""
     validation = len(setting.dataset.splits["val"]) / setting.recipe.batch / 3
-    return measured.seconds * (setting.per_epoch + validation)
+    return measured.seconds * setting.per_epoch * (1 + validation / setting.period)
 
 
 def _summary(setting: Setting, measured: Pace | None, folder: Path) -> str:
@@ -332,7 +401,8 @@ def _summary(setting: Setting, measured: Pace | None, folder: Path) -> str:
     height, width = model.preprocess.size
     name = recipe.start or recipe.model.get("name")
     lines = [
-        f"pictures   {sizes}, of {len(setting.dataset.classes)} classes, seen at {height}x{width}",
+        f"pictures   {sizes}, of {len(setting.dataset.classes)} classes, seen at {height}x{width}"
+        + (" in grey" if model.config.channels == 1 else ""),
         f"model      {name}, {total:,} parameters, {learning:,} of them learn",
         f"learning   {recipe.objective}, {recipe.epochs:g} epochs of {setting.per_epoch:,} steps of "
         f"{recipe.batch}, {recipe.precision}, processes: {setting.here.world} ({setting.here.device.type})",
@@ -345,12 +415,6 @@ def _summary(setting: Setting, measured: Pace | None, folder: Path) -> str:
             f"{measured.memory / 2**30:.1f} GiB of memory"
         )
     return "\n".join(lines)
-
-
-def _recipe_in(folder: Path) -> Path:
-    if not (folder / RECIPE).is_file():
-        raise ValueError(f"{folder} holds no run to go on with (no {RECIPE}); name a run folder with --out")
-    return folder / RECIPE
 
 
 def _latest() -> Path:
