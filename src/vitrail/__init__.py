@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vitrail import models
+    from vitrail import attention, data, learn, look, models, positions, tokens, weights
     from vitrail.attention import attend, attention_weights
     from vitrail.look import record
     from vitrail.models import create
@@ -16,24 +16,38 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["attend", "attention_weights", "create", "load", "models", "record", "save"]
+__all__ = [
+    "attend",
+    "attention",
+    "attention_weights",
+    "create",
+    "data",
+    "learn",
+    "load",
+    "look",
+    "models",
+    "positions",
+    "record",
+    "save",
+    "tokens",
+    "weights",
+]
 
+# Where the names live that are no rooms themselves.
 _HOMES = {
     "attend": "vitrail.attention",
     "attention_weights": "vitrail.attention",
     "create": "vitrail.models",
     "load": "vitrail.weights",
-    "models": "vitrail.models",
     "record": "vitrail.look",
     "save": "vitrail.weights",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = import_module(_HOMES[name])
-    return home if name == "models" else getattr(home, name)
+    return getattr(import_module(_HOMES[name]), name) if name in _HOMES else import_module(f"vitrail.{name}")
 
 
 def __dir__() -> list[str]:
