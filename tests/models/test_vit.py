@@ -164,3 +164,21 @@ def test_config_survives_json() -> None:
 
     config = small(patch=(4, 8), registers=1).config
     assert build_config(ViTConfig, json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"stem": "conv"}, {"positions": "sincos"}], ids=str)
+def test_pictures_become_of_the_weights_type(kind: torch.dtype, options: dict[str, Any]) -> None:
+    model = small(**options).to(kind)
+    images = torch.stack([model.preprocess(Image.new("RGB", (40, 30), "white"))] * 2)
+    assert images.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(model(images), model(images.to(kind)))
+        assert model(images).dtype == kind
+
+
+def test_autocast_is_left_to_choose() -> None:
+    model, images = small(), torch.randn(2, 3, 32, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert model(images).dtype == torch.bfloat16
+        assert torch.equal(model(images.bfloat16().float()), model(images.bfloat16()))

@@ -7,7 +7,7 @@ import torch
 
 from compare import distance
 from judges import timm, transformers
-from vitrail.positions import sincos_2d, sinusoidal
+from vitrail.positions import sincos_2d, sincos_for, sinusoidal
 from vitrail.tokens import Grid
 
 
@@ -64,6 +64,19 @@ def test_sincos_2d_is_timms(grid: Grid) -> None:
     sin_x, cos_x, sin_y, cos_y = sincos_2d(grid, 32).chunk(4, -1)
     assert distance(torch.cat([sin_y, sin_x, cos_y, cos_x], -1), expected) < 1e-6
     assert distance(torch.cat([sin_x, sin_y, cos_x, cos_y], -1), expected) > 0.1
+
+
+def test_a_table_is_made_once_for_each_grid() -> None:
+    x = torch.zeros(2, 21, 32)
+    with torch.inference_mode():
+        table = sincos_for(x, Grid(3, 7))
+    assert torch.equal(table, sincos_2d(Grid(3, 7), 32))
+    assert sincos_for(x + 1, Grid(3, 7)) is table
+    assert torch.equal(sincos_for(x, Grid(7, 3)), sincos_2d(Grid(7, 3), 32))
+    assert torch.equal(sincos_for(x.half(), Grid(3, 7)), table.half())
+    weight = torch.ones(32, requires_grad=True)
+    (table * weight).sum().backward()  # learning goes on after looking
+    assert weight.grad is not None
 
 
 @pytest.mark.parametrize("longest", [100.0, 10_000.0])

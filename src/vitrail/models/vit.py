@@ -16,7 +16,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.models.base import Model
 from vitrail.models.block import ACTIVATIONS, MLP, Block
 from vitrail.models.resnet import ResNetStages
-from vitrail.positions import RESIZE, LearnedPositions, sincos_2d
+from vitrail.positions import RESIZE, LearnedPositions, sincos_for
 from vitrail.tokens import ConvolutionalStem, Grid, Patches, Tokens
 
 
@@ -47,6 +47,7 @@ class ViTConfig:
     qk_norm: bool = False
     layer_scale: float | None = None
     norm_eps: float = 1e-6
+    pre_norm: bool = False  # CLIP's towers: a norm before the first block, and no bias of the patches
     norm_after_pool: bool = False
     representation: int = 0  # width of a tanh layer before the head, as in pre-training; 0: none
     dropout: float = 0.0
@@ -63,6 +64,11 @@ class ViTConfig:
     def special_tokens(self) -> int:
         """How many tokens come before the patches: class, distillation, registers."""
         return self.class_token + self.distillation_token + self.registers
+
+    @property
+    def positioned(self) -> int:
+        """How many special tokens have a learned position: the first ones."""
+        return self.special_tokens if self.positioned_tokens is None else self.positioned_tokens
 
     def __post_init__(self) -> None:
         for field, value, allowed in (
@@ -93,10 +99,13 @@ class ViTConfig:
                 f"representation=0, norm_after_pool=False; got pool={self.pool!r}, "
                 f"representation={self.representation}, norm_after_pool={self.norm_after_pool}"
             )
-        covered = self.positioned_tokens
-        if covered is not None and not 0 <= covered <= self.special_tokens:
-            raise ValueError(f"positioned_tokens={covered} is not from 0 to {self.special_tokens}")
+        if not 0 <= self.positioned <= self.special_tokens:
+            raise ValueError(
+                f"positioned_tokens={self.positioned_tokens} is not from 0 to {self.special_tokens}"
+            )
 
+
+SPECIAL_TOKENS = ("class_token", "distillation_token", "register_tokens")  # in their order
 
 # The least value of fields → their names.
 LEAST = {
@@ -113,7 +122,7 @@ class AttentionPooling(nn.Module):
         width = config.width
         self.query = nn.Parameter(torch.empty(1, 1, width))
         nn.init.trunc_normal_(self.query, std=width**-0.5)
-        self.attention = MultiHeadAttention(width, config.heads, qkv_bias=config.qkv_bias)
+        self.attention = MultiHeadAttention(width, config.heads)
         self.norm = nn.LayerNorm(width, config.norm_eps)
         self.mlp = MLP(width, config.mlp_width, activation=config.mlp)
 
@@ -139,14 +148,12 @@ class ViT(Model):
         if config.registers:
             self.register_tokens = nn.Parameter(torch.empty(1, config.registers, width))
         if config.positions == "learned":
-            covered = config.positioned_tokens
             self.positions = LearnedPositions(
-                config.grid,
-                width,
-                prefix=config.special_tokens if covered is None else covered,
-                resize=config.position_resize,
+                config.grid, width, prefix=config.positioned, resize=config.position_resize
             )
         self.dropout = nn.Dropout(config.dropout)
+        if config.pre_norm:
+            self.pre_norm = nn.LayerNorm(width, config.norm_eps)
         self.blocks = nn.ModuleList(
             Block(
                 width,
@@ -186,8 +193,11 @@ class ViT(Model):
                 f"images are {tuple(images.shape)} {images.dtype}; this model takes (batch, "
                 f"{self.config.channels}, height, width) of floats, such as model.preprocess gives, stacked"
             )
-        x, grid = self.patches(images)  # (batch, patches, width)
+        # Half-precision weights take pictures as preprocess gives them, float32.
+        x, grid = self.patches(images.to(self.patches.projection.weight.dtype))  # (batch, patches, width)
         x = self.dropout(self._with_special_tokens(x, grid))
+        if self.config.pre_norm:
+            x = self.pre_norm(x)
         for block in self.blocks:
             x = block(x)
         return Tokens(x if self.config.norm_after_pool else self.norm(x), grid)
@@ -221,10 +231,9 @@ class ViT(Model):
 
     def _with_special_tokens(self, x: Tensor, grid: Grid) -> Tensor:
         """(batch, patches, width) → (batch, special tokens + patches, width), positions added."""
-        names = ("class_token", "distillation_token", "register_tokens")
-        special = [getattr(self, name) for name in names if hasattr(self, name)]
+        special = [getattr(self, name) for name in SPECIAL_TOKENS if hasattr(self, name)]
         if self.config.positions == "sincos":
-            x = x + sincos_2d(grid, self.config.width).to(x)
+            x = x + sincos_for(x, grid)
         x = torch.cat([*(token.expand(len(x), -1, -1) for token in special), x], 1)
         if self.config.positions == "learned":
             table = self.positions(grid)
@@ -247,7 +256,7 @@ class ViT(Model):
 
 
 def _patches(config: ViTConfig) -> Patches:
-    return Patches(config.channels, config.width, config.patch)
+    return Patches(config.channels, config.width, config.patch, bias=not config.pre_norm)
 
 
 def _patches_after_convolutions(config: ViTConfig) -> Patches:
@@ -255,12 +264,16 @@ def _patches_after_convolutions(config: ViTConfig) -> Patches:
         raise ValueError(f"a convolutional stem needs square patches; got {config.patch}")
     stride = config.patch[0]
     stem = ConvolutionalStem(config.channels, config.width, stride, each=config.stem_convolutions)
-    return Patches(config.width, config.width, config.patch, stem=stem, stem_stride=stride)
+    return Patches(
+        config.width, config.width, config.patch, bias=not config.pre_norm, stem=stem, stem_stride=stride
+    )
 
 
 def _patches_after_resnet(config: ViTConfig) -> Patches:
     stem = ResNetStages(config.channels, config.resnet_units)
-    return Patches(stem.width, config.width, config.patch, stem=stem, stem_stride=stem.stride)
+    return Patches(
+        stem.width, config.width, config.patch, bias=not config.pre_norm, stem=stem, stem_stride=stem.stride
+    )
 
 
 STEMS: dict[str, Callable[[ViTConfig], Patches]] = {
@@ -288,7 +301,7 @@ def initialise(module: nn.Module) -> None:
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-    for name in ("class_token", "distillation_token", "register_tokens"):
+    for name in SPECIAL_TOKENS:
         token = getattr(module, name, None)
         if isinstance(token, nn.Parameter):
             nn.init.normal_(token, std=0.02 if name == "distillation_token" else 1e-6)

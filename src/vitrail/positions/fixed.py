@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -33,3 +35,16 @@ def sincos_2d(grid: Grid, width: int, *, longest: float = 10_000.0) -> Tensor:
     across = torch.cat([columns.sin(), columns.cos()], -1).expand(grid.rows, -1, -1)
     down = torch.cat([rows.sin(), rows.cos()], -1)[:, None].expand(-1, grid.columns, -1)
     return torch.cat([across, down], -1).flatten(0, 1).float()
+
+
+def sincos_for(x: Tensor, grid: Grid) -> Tensor:
+    """`sincos_2d` for tokens x (…, width), of their type and on their device; made once for each grid."""
+    if torch.compiler.is_compiling():  # what a compiler traces cannot be kept
+        return sincos_2d(grid, x.shape[-1]).to(x)
+    return _kept_sincos_2d(grid, x.shape[-1], x.device, x.dtype)
+
+
+@lru_cache(maxsize=8)
+def _kept_sincos_2d(grid: Grid, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # training may come after
+        return sincos_2d(grid, width).to(device, dtype)

@@ -36,6 +36,7 @@ class Patches(nn.Module):
         width: int,
         patch: tuple[int, int],
         *,
+        bias: bool = True,
         stem: nn.Module | None = None,
         stem_stride: int = 1,
     ) -> None:
@@ -48,7 +49,7 @@ class Patches(nn.Module):
         self.patch = patch
         self.stem = nn.Identity() if stem is None else stem
         kernel = (patch[0] // stem_stride, patch[1] // stem_stride)
-        self.projection = nn.Conv2d(channels, width, kernel, stride=kernel)
+        self.projection = nn.Conv2d(channels, width, kernel, stride=kernel, bias=bias)
 
     def forward(self, images: Tensor) -> Tokens:
         """(batch, channels, height, width) → tokens (batch, rows · columns, width)."""
