@@ -24,7 +24,7 @@ import vitrail
 from compare import same
 from tiny import tiny
 from vitrail.weights import LoadError, load
-from vitrail.weights.files import read_file
+from vitrail.weights.files import _plain_names, read_file, read_shards
 
 STATE = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.zeros(2)}
 
@@ -104,7 +104,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "half a pickle": lambda: torch_bytes(STATE)[: len(torch_bytes(STATE)) // 2],
     "an old pickle, cut": lambda: torch_bytes(STATE, _use_new_zipfile_serialization=False)[:-30],
     "a tensor that fills memory": aliased,
-    "the same name twice": lambda: torch_bytes({**STATE, "module.a.bias": torch.zeros(2)}),
+    "the same name twice": lambda: torch_bytes({**STATE, "_orig_mod.a.bias": torch.zeros(2)}),
     "half an npz": lambda: npz_bytes(a=np.zeros(99))[:-40],
     "an npz that lies": lying_npz,
     "a bomb": lambda: npz_bytes(compress=True, a=np.zeros(6_000_000, "f4")),
@@ -213,6 +213,51 @@ def test_what_training_scripts_wrap_around(wrapper: str, prefix: str, tmp_path: 
     assert {name: stored.read().tolist() for name, stored in tensors.items()} == {
         name: tensor.tolist() for name, tensor in STATE.items()
     }
+
+
+def test_a_prefix_that_not_all_names_have_is_a_name() -> None:
+    """Of a part that is called module, and not of DistributedDataParallel around all."""
+    assert _plain_names({"module.a": 1, "b": 2}, "x") == {"module.a": 1, "b": 2}
+    assert _plain_names({"module.module.a": 1, "module.b": 2}, "x") == {"module.a": 1, "b": 2}
+    assert _plain_names({"a.module.b": 1, "a._orig_mod.c": 2}, "x") == {"a.module.b": 1, "a.c": 2}
+
+
+def sharded(folder: Path, weight_map: dict[str, str], shards: dict[str, dict[str, torch.Tensor]]) -> Path:
+    folder.mkdir()
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return index
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+A, B = ({name: tensor} for name, tensor in STATE.items())
+
+
+def test_tensors_come_from_the_shards_that_the_index_names(tmp_path: Path) -> None:
+    index = sharded(tmp_path / "m", {"a.weight": ONE, "a.bias": TWO}, {ONE: A, TWO: B})
+    (tmp_path / "m" / "model-00003-of-00002.safetensors").write_bytes(b"in nobody's way")
+    tensors = read_shards(index).tensors
+    assert all(same(tensors[name].read(), tensor) for name, tensor in STATE.items())
+
+
+@pytest.mark.parametrize(
+    ("shards", "reason"),
+    [
+        ({ONE: A}, f"names {TWO}, which is not there: download it too"),
+        ({ONE: B, TWO: A}, f"{ONE} do not agree where to find a.bias, a.weight"),
+        ({ONE: STATE, TWO: B}, f"{ONE} do not agree where to find a.bias:"),
+        ({ONE: A, TWO: {"a.gain": torch.zeros(2)}}, f"{TWO} do not agree where to find a.bias, a.gain"),
+    ],
+    ids=["a missing one", "in the wrong ones", "one tensor twice", "another tensor"],
+)
+def test_shards_that_are_not_as_the_index_says(
+    shards: dict[str, dict[str, torch.Tensor]], reason: str, tmp_path: Path
+) -> None:
+    index = sharded(tmp_path / "m", {"a.weight": ONE, "a.bias": TWO}, shards)
+    with pytest.raises(LoadError, match=reason):
+        read_shards(index)
 
 
 def test_averaged_weights_come_first(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from huggingface_hub import errors
 
@@ -180,9 +179,10 @@ def test_a_repository_without_weights(tmp_path: Path) -> None:
 
 
 def test_only_what_is_needed_is_asked_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Safetensors where there are any; what else a repository holds stays there."""
+    """The best file of weights; what else a repository holds stays there."""
     asked: list[list[str]] = []
     folder = cache / "models--org--model" / "snapshots" / MAIN
+    configs = ["config.json", "preprocessor_config.json"]
 
     def download(name: str, *, allow_patterns: list[str], token: object, **_: object) -> str:
         assert (name, token) == ("org/other", "secret")
@@ -191,13 +191,16 @@ def test_only_what_is_needed_is_asked_for(cache: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     load("org/other", token="secret")
-    assert asked == [
-        ["config.json", "preprocessor_config.json", "model*.safetensors", "model*.safetensors.index.json"]
-    ]
-    np.savez(cache / "weights.npz", a=np.zeros(3))
+    assert asked == [[*configs, "model.safetensors"]]
+    asked.clear()
     folder = cache / "elsewhere"
     folder.mkdir()
     with pytest.raises(LoadError, match="holds no weights"):
         load("org/other", token="secret")
-    assert "pytorch_model*.bin" in asked[-1]
-    assert "*.npz" in asked[-1]
+    assert asked == [
+        [*configs, "model.safetensors"],
+        [*configs, "model.safetensors.index.json", "model-*.safetensors"],
+        [*configs, "pytorch_model.bin"],
+        [*configs, "pytorch_model.bin.index.json", "pytorch_model-*.bin"],
+        [*configs, "*.npz", "*.pth"],
+    ]

@@ -13,13 +13,17 @@ from typing import Any
 from vitrail.models.registry import TABLE, names
 from vitrail.weights.errors import LoadError, explained
 from vitrail.weights.files import Stored, read_file, read_json, read_shards
+from vitrail.weights.writing import CONFIG, PROCESSOR, WEIGHTS
 
-INDEX = ".safetensors.index.json"
-# The files of weights that a folder may hold, the best first.
-SAFETENSORS = ("model.safetensors", f"model{INDEX}")
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# The files of weights that a folder may hold, the best first → the pieces that belong to it.
+KNOWN_FILES = {
+    WEIGHTS: (),
+    "model.safetensors.index.json": ("model-*.safetensors",),
+    "pytorch_model.bin": (),
+    "pytorch_model.bin.index.json": ("pytorch_model-*.bin",),
+}
 ENDINGS = (".safetensors", ".npz", ".pth", ".pt", ".bin")
-CONFIGS = ("config.json", "preprocessor_config.json")
+CONFIGS = (CONFIG, PROCESSOR)
 SIZES_IN_WORDS = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h", "giant": "g"}
 EXPECTED = (
     "Expected a folder, a file, or a hub id such as 'google/vit-base-patch16-224' or "
@@ -61,7 +65,7 @@ def _read(path: Path, where: str) -> Checkpoint:
     file = _weights_in(path) if path.is_dir() else path
     contents = read_shards(file) if file.name.endswith(".index.json") else read_file(file)
     # A file by a name of its own may lie beside a config.json that is about another.
-    configs = CONFIGS if path.is_dir() or file.name in (*SAFETENSORS, *PICKLES) else ()
+    configs = CONFIGS if path.is_dir() or file.name in KNOWN_FILES else ()
     config, processor = (
         read_json(folder / name) if name in configs and (folder / name).is_file() else {} for name in CONFIGS
     )
@@ -70,7 +74,7 @@ def _read(path: Path, where: str) -> Checkpoint:
 
 def _weights_in(folder: Path) -> Path:
     """The one file of weights in a folder."""
-    for name in (*SAFETENSORS, *PICKLES):
+    for name in KNOWN_FILES:
         if (folder / name).is_file():
             return folder / name
     others = sorted(file for file in folder.iterdir() if file.name.endswith(ENDINGS))
@@ -80,8 +84,8 @@ def _weights_in(folder: Path) -> Path:
         names = ", ".join(file.name for file in others)
         raise LoadError(f"{folder} holds several files of weights: {names}; name one of them")
     raise LoadError(
-        f"{folder} holds no weights; expected {SAFETENSORS[0]}, {PICKLES[0]}, or one file that ends "
-        f"in {', '.join(ENDINGS)}"
+        f"{folder} holds no weights; expected {', '.join(KNOWN_FILES)}, or one file that ends in "
+        f"{', '.join(ENDINGS)}"
     )
 
 
@@ -126,7 +130,7 @@ def _downloaded(
     cache_dir: str | os.PathLike[str] | None,
     token: str | bool | None,
 ) -> Path:
-    """The folder of the hub's files in its cache: safetensors if there are any, else the others."""
+    """The folder of the hub's files in its cache: of the weights, the best that it has and no others."""
     # Here, because it takes longer to import than most models to load.
     from huggingface_hub import errors, snapshot_download
 
@@ -142,15 +146,16 @@ def _downloaded(
         )
 
     try:
-        folder = fetch(["model*.safetensors", f"model*{INDEX}"])
-        if not any((folder / file).is_file() for file in SAFETENSORS):
-            folder = fetch(["pytorch_model*.bin", PICKLES[1], "*.npz", "*.pth"])
+        for file, pieces in KNOWN_FILES.items():
+            folder = fetch([file, *pieces])
+            if (folder / file).is_file():
+                return folder
+        return fetch(["*.npz", "*.pth"])
     except (errors.HFValidationError, OSError) as error:
         at = f" at revision {revision}" if revision else ""
         raise LoadError(
             f"{name} is no folder or file here, and could not be had from the hub{at}: {_why(error)}"
         ) from error
-    return folder
 
 
 def _why(error: Exception) -> str:

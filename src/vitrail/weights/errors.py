@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from safetensors import SafetensorError
@@ -20,6 +20,15 @@ class SaveError(ValueError):
 
 class LoadWarning(UserWarning):
     """A load that worked, but not as the file alone says: a new head, resized positions, a guess."""
+
+
+SHOWN = 10  # names of each kind in an error
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names of a list that may be long, and how many more there are."""
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest
 
 
 # What the system complains of, in plain words.

@@ -10,17 +10,17 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitrail.weights.errors import LoadError
+from vitrail.weights.errors import LoadError, some
 
 # A file's tensors take as much memory as the file, or more if it is compressed or they share some.
 MOST_INFLATION = 20
@@ -42,8 +42,11 @@ TYPES = {
 
 # What training scripts put around a model's tensors; averaged weights come first.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "teacher")
-# What torch.compile and DistributedDataParallel put into names.
-WRAPPED_NAMES = ("_orig_mod", "module")
+# What torch.compile puts into names wherever a part was compiled, and DistributedDataParallel before all.
+COMPILED = r"(?<![^.])_orig_mod\."
+DISTRIBUTED = r"^module\."
+
+T = TypeVar("T")
 
 
 class Stored(NamedTuple):
@@ -89,16 +92,24 @@ def read_file(path: Path) -> Contents:
 
 
 def read_shards(index: Path) -> Contents:
-    """The tensors of all files that an index (model.safetensors.index.json) names."""
+    """The tensors of all files that an index (model.safetensors.index.json) names, each from its own."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
         raise LoadError(f"{index} has no weight_map from names of tensors to files beside it")
+    weight_map = _plain_names(weight_map, index)
     tensors: dict[str, Stored] = {}
-    for name in sorted(set(weight_map.values())):
-        shard = index.parent / name
-        if not shard.is_file():
-            raise LoadError(f"{index} names {name}, which is not there: download it too")
-        tensors |= read_file(shard).tensors
+    for shard in sorted(set(weight_map.values())):
+        path = index.parent / shard
+        if not path.is_file():
+            raise LoadError(f"{index} names {shard}, which is not there: download it too")
+        found = read_file(path).tensors
+        named = {name for name, place in weight_map.items() if place == shard}
+        if odd := sorted(found.keys() ^ named):
+            raise LoadError(
+                f"{index} and {shard} do not agree where to find {some(odd)}: they are not of one model, so "
+                "download both again"
+            )
+        tensors |= found
     return Contents(tensors, {})
 
 
@@ -118,18 +129,27 @@ def _is_file_name(name: object) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without what wrappers around its model put into it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPED_NAMES)
+    """A tensor's name without what torch.compile puts into it."""
+    return re.sub(COMPILED, "", name)
 
 
-def _plain_names(tensors: dict[str, Stored], path: Path) -> dict[str, Stored]:
-    """All by their plain names, each of which may be there once."""
-    plain: dict[str, Stored] = {}
-    for name, stored in tensors.items():
-        short = plain_name(name)
-        if short in plain:
-            raise LoadError(f"{path} has {short} twice, with and without a wrapper's prefix")
-        plain[short] = stored
+def renamed(named: Mapping[str, T], patterns: Mapping[str, str], where: object) -> dict[str, T]:
+    """The same by the names that patterns → replacements make, each of which may be there once."""
+    found: dict[str, T] = {}
+    for name, value in named.items():
+        for pattern, new in patterns.items():
+            name = re.sub(pattern, new, name)
+        if name in found:
+            raise LoadError(f"{where} has {name} twice, once by another name for the same")
+        found[name] = value
+    return found
+
+
+def _plain_names(named: Mapping[str, T], where: object) -> dict[str, T]:
+    """The same without what wrappers around a model put into its tensors' names."""
+    plain = renamed(named, {COMPILED: ""}, where)
+    while plain and all(re.match(DISTRIBUTED, name) for name in plain):
+        plain = renamed(plain, {DISTRIBUTED: ""}, where)
     return plain
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+PROCESSOR = "preprocessor_config.json"
 
 
 @contextmanager
@@ -36,12 +37,12 @@ def replacing(target: Path, *, folder: bool) -> Iterator[Path]:
         for file in new.iterdir() if folder else [new]:
             file.chmod(usual.stat().st_mode)  # safetensors lets only the owner read its files
             _flush(file)
-        if folder and target.exists():
-            target.rename(old)
         try:
+            if folder and target.exists():
+                target.rename(old)
             new.replace(target)
         except BaseException:
-            if old.exists():
+            if old.exists() and not target.exists():
                 old.rename(target)
             raise
     finally:
