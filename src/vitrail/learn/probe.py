@@ -29,7 +29,7 @@ TEMPERATURE = 0.07  # of a neighbour's vote, exp(similarity / temperature), as W
 PENALTIES = tuple(10**exponent for exponent in (0.0, -0.5, -1.0, -1.5, -2.0, -2.5, -3.0, -4.0, -5.0))
 STEPS = 300  # of L-BFGS at most
 DOUBT = 1e-3  # what is added to each class's share of the votes: none is ruled out
-ROWS = 1024  # pictures whose neighbours are looked for in one go
+ROOM = 2**26  # similarities between pictures that are held in one go
 
 
 Classifier: TypeAlias = Callable[[Tensor], Tensor]  # (pictures, width) → logits (pictures, classes)
@@ -133,7 +133,7 @@ def neighbours(
     ks = list(ks)
     known, asked = F.normalize(known), F.normalize(asked)
     parts: dict[int, list[Tensor]] = {k: [] for k in ks}
-    for rows in asked.split(ROWS):
+    for rows in asked.split(max(1, ROOM // len(known))):
         similarity, nearest = (rows @ known.T).topk(max(ks))  # (rows, k)
         votes = (similarity / TEMPERATURE).exp()
         for k in ks:
