@@ -96,6 +96,12 @@ def read_by_timm(case: str, file: Path) -> torch.nn.Module:
     return model
 
 
+def told(file: Path, **more: Any) -> torch.nn.Module:
+    """Loaded, and what the arrays cannot tell is said."""
+    with pytest.warns(LoadWarning, match=r"assumed norm_eps=1e-06; the preprocessing \(resized, mean 0.5"):
+        return load(file, **more)
+
+
 @pytest.mark.parametrize("case", MODELS)
 def test_in_and_out_again(case: str, tmp_path: Path) -> None:
     judge = small(case)
@@ -104,7 +110,7 @@ def test_in_and_out_again(case: str, tmp_path: Path) -> None:
     assert all(same(tensor, vouched[name]) for name, tensor in judge.state_dict().items())
 
     size = judge.patch_embed.img_size
-    ours = load(tmp_path / "theirs.npz", **({"image_size": size} if case == "oblong" else {}))
+    ours = told(tmp_path / "theirs.npz", **({"image_size": size} if case == "oblong" else {}))
     assert (ours.config.heads, ours.config.position_resize) == (3, "bilinear-corners")
     assert ours.config.image_size == size
     assert ours.preprocess.mean == (0.5, 0.5, 0.5)
@@ -114,7 +120,9 @@ def test_in_and_out_again(case: str, tmp_path: Path) -> None:
         with disturbed(judge.blocks[1].attn.proj.weight):
             assert distance(ours(x), judge(x)) > 1e-5
 
-    convert(tmp_path / "theirs.npz", tmp_path / "again.npz", to="npz", image_size=size)
+    with pytest.warns(LoadWarning, match="assumed"):
+        convert(tmp_path / "theirs.npz", tmp_path / "again.npz", to="npz", image_size=size)
+    assert load(tmp_path / "again.npz").config == ours.config  # nothing need be assumed any more
     back = read_by_timm(case, tmp_path / "again.npz").state_dict()
     assert all(same(tensor, back[name]) for name, tensor in judge.state_dict().items())
     with np.load(tmp_path / "theirs.npz") as theirs, np.load(tmp_path / "again.npz") as again:
@@ -135,7 +143,7 @@ def test_before_fine_tuning(tmp_path: Path) -> None:
     }
     training = {f"opt/target/{name}": array for name, array in arrays.items()}
     np.savez(tmp_path / "in21k.npz", **training, **{"opt/state/step": np.array(7)})
-    ours = load(tmp_path / "in21k.npz")
+    ours = told(tmp_path / "in21k.npz")
     assert ours.config.representation == 48
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -150,7 +158,7 @@ def test_group_norms_without_dimensions(tmp_path: Path) -> None:
     flat = {name: array.ravel() if array.shape[:3] == (1, 1, 1) and "gn" in name else array
             for name, array in arrays.items()}  # fmt: skip
     np.savez(tmp_path / "without.npz", **flat)
-    with_, without = (load(tmp_path / f"{name}.npz").state_dict() for name in ("with", "without"))
+    with_, without = (told(tmp_path / f"{name}.npz").state_dict() for name in ("with", "without"))
     assert all(same(with_[name], without[name]) for name in with_)
 
 
@@ -210,7 +218,7 @@ def test_bfloat16_is_read(tmp_path: Path) -> None:
         for name, array in original(judge).items()
     }
     np.savez(tmp_path / "half.npz", **arrays)
-    ours = load(tmp_path / "half.npz")
+    ours = told(tmp_path / "half.npz")
     assert ours.patches.projection.bias.dtype == torch.bfloat16
     assert same(ours.patches.projection.bias.detach(), judge.patch_embed.proj.bias.detach().bfloat16())
 
@@ -253,7 +261,7 @@ def test_resized_as_the_original_does(tmp_path: Path) -> None:
     judge = small("plain")
     np.savez(tmp_path / "x.npz", **original(judge))
     with pytest.warns(LoadWarning, match="from 4x4 to 7x7"):
-        table = load(tmp_path / "x.npz", image_size=56).positions.table.detach()
+        table = told(tmp_path / "x.npz", image_size=56).positions.table.detach()
     grid = judge.pos_embed[0, 1:].detach().unflatten(0, (4, 4))
     at = torch.linspace(0, 3, 7)
     low, share = at.floor().long().clamp(max=2), (at - at.floor().clamp(max=2))

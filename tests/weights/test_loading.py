@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import vitrail
-from compare import same
+from compare import distance, disturbed, same
 from judges import timm
 from tiny import TINY, tiny
 from vitrail.positions import resize_positions
@@ -159,13 +160,59 @@ def test_changes_that_do(changes: dict[str, Any], reason: str, tmp_path: Path) -
         (torch.bfloat16, None, torch.bfloat16),
         (torch.float64, None, torch.float64),
         (torch.float16, torch.float32, torch.float32),
+        (torch.float32, "bfloat16", torch.bfloat16),
+        (torch.float32, "torch.float16", torch.float16),
     ],
 )
-def test_types(kept: torch.dtype, asked: torch.dtype | None, result: torch.dtype, tmp_path: Path) -> None:
+def test_types(
+    kept: torch.dtype, asked: torch.dtype | str | None, result: torch.dtype, tmp_path: Path
+) -> None:
     save(tiny(stem="conv").to(kept), tmp_path / "m")
     back = load(tmp_path / "m", dtype=asked)
     types = {tensor.dtype for tensor in back.state_dict().values()}
     assert types == {result, torch.int64}  # batch norms count in whole numbers
+
+
+@pytest.mark.parametrize("kind", ["half", "float8_e4m3fn", torch.int64, 16])
+def test_types_that_weights_cannot_have(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"unknown dtype .*expected one of: float16, bfloat16, float32"):
+        load(tmp_path, dtype=kind)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_half_precision_classifies(kind: torch.dtype, tmp_path: Path) -> None:
+    """Pictures as preprocess gives them, float32, are of the weights' type when they are needed."""
+    save(tiny(labels=LABELS).to(kind), tmp_path / "m")
+    half, whole = load(tmp_path / "m"), load(tmp_path / "m", dtype=torch.float32)
+    images = torch.stack([half.preprocess(Image.effect_noise((40, 50), 80).convert("RGB"))])
+    with torch.no_grad():
+        assert distance(half(images).float(), whole(images)) < 0.05
+        with vitrail.record(half) as seen:
+            half(images)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("covered", [(0, 3), (1, 3), (3, 1), (3, 0), (1, 0), (None, 1), (2, None)], ids=str)
+def test_positions_of_fewer_special_tokens(covered: tuple[int | None, int | None], tmp_path: Path) -> None:
+    model = tiny(registers=2, positioned_tokens=covered[0]).double()
+    save(model, tmp_path / "m")
+    with pytest.warns(LoadWarning, match="so that the answers stay the same"):
+        back = load(tmp_path / "m", positioned_tokens=covered[1])
+    x = torch.randn(1, 3, 32, 32, dtype=torch.double)
+    with torch.no_grad():
+        assert distance(back(x), model(x)) < 1e-12
+        with disturbed(back.register_tokens):
+            assert distance(back(x), model(x)) > 1e-5
+
+
+def test_positions_of_fewer_tokens_at_another_size(tmp_path: Path) -> None:
+    model = tiny(registers=2, positioned_tokens=1)
+    save(model, tmp_path / "m")
+    with pytest.warns(LoadWarning, match=r"0 of the special tokens have|were resized from 4x4 to 6x6"):
+        back = load(tmp_path / "m", positioned_tokens=0, image_size=48)
+    x = torch.randn(1, 3, 48, 48)
+    with torch.no_grad():
+        assert distance(back(x), model(x)) < 1e-5
 
 
 def test_mixed_types_become_the_widest(tmp_path: Path) -> None:
@@ -261,6 +308,28 @@ def test_configs_that_make_no_sense(change: dict[str, Any], reason: str, tmp_pat
     with pytest.raises(LoadError, match=reason):
         load(tmp_path / "m")
     assert time.perf_counter() - start < 5
+
+
+def test_real_photos_get_the_answers_of_timm(shared: Path) -> None:
+    """From file to logits, each library by its own means; and most of the answers are right."""
+    folder, photos = shared / "weights" / "vit_tiny_patch16_224", shared / "data" / "imagenet_samples"
+    files = sorted(photos.glob("*.JPEG"))
+    if not files:
+        pytest.skip(f"needs real photos: none in {photos}")
+    chosen = range(0, len(files), len(files) // 23)  # 24 of them, over all kinds
+    ours = load(folder)
+    judge = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    prepare = timm.data.create_transform(**timm.data.resolve_data_config({}, model=judge))
+    with torch.no_grad():
+        mine = ours(torch.stack([ours.preprocess(files[at]) for at in chosen]))
+        pixels = torch.stack([prepare(Image.open(files[at]).convert("RGB")) for at in chosen])
+        theirs = judge(pixels)
+        assert distance(mine, theirs) < 1e-5
+        assert mine.argmax(1).tolist() == theirs.argmax(1).tolist()
+        with disturbed(judge.blocks[3].attn.qkv.weight):
+            assert distance(mine, judge(pixels)) > 1e-5
+    right = sum(int(answer) == 2 * at for answer, at in zip(mine.argmax(1), chosen, strict=True))
+    assert right > 0.7 * len(chosen)  # the photos are of every second class
 
 
 def test_the_real_one(shared: Path) -> None:

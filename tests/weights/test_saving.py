@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import vitrail
-from compare import distance, same
+from compare import distance, disturbed, randomise, same
 from judges import timm, transformers
 from tiny import tiny
 from vitrail.models import ViT
-from vitrail.weights import FORMS, SaveError, convert, load, save
+from vitrail.weights import FORMS, LoadWarning, SaveError, convert, load, save
 
 LABELS = ("ant", "bee", "cat", "dog", "eel")
 
@@ -209,6 +209,26 @@ def test_a_failure_midway_changes_nothing(
             save(tiny(), tmp_path / "m")
     assert equal(load(tmp_path / "m"), model)
     assert load(tmp_path / "m").labels == LABELS
+    assert [file.name for file in tmp_path.iterdir()] == ["m"]
+
+
+def test_an_interruption_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the old is already aside, and the next line not yet reached."""
+    model = tiny(labels=LABELS)
+    save(model, tmp_path / "m")
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        if path.name == "m":
+            raise KeyboardInterrupt
+        return moved
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(tiny(), tmp_path / "m")
+    assert equal(load(tmp_path / "m"), model)
     assert [file.name for file in tmp_path.iterdir()] == ["m"]
 
 
@@ -491,3 +511,50 @@ def test_features_of_dinov2_go_both_ways(tmp_path: Path) -> None:
     convert(tmp_path / "m", tmp_path / "out", to="transformers")
     assert equal(load(tmp_path / "out"), model)
     assert os.listdir(tmp_path / "out")
+
+
+REGISTERED: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+
+
+def test_registers_of_dinov2_from_transformers_to_timm_and_back(tmp_path: Path) -> None:
+    """One has a position for the class token, the other for none; what is lost is added to the token."""
+    judge = transformers.Dinov2WithRegistersModel(
+        transformers.Dinov2WithRegistersConfig(**REGISTERED, image_size=28, patch_size=14)
+    ).eval()
+    randomise(judge)
+    judge.save_pretrained(tmp_path / "hf")
+    transformers.BitImageProcessor().save_pretrained(tmp_path / "hf")
+    with pytest.raises(SaveError, match=r"positioned_tokens=1 .*; say positioned_tokens=0 on the way"):
+        convert(tmp_path / "hf", tmp_path / "timm", to="timm")
+    with pytest.warns(LoadWarning, match="0 of the special tokens have positions now instead of 1"):
+        convert(tmp_path / "hf", tmp_path / "timm", to="timm", positioned_tokens=0)
+    with pytest.raises(SaveError, match="say positioned_tokens=1 on the way"):
+        convert(tmp_path / "timm", tmp_path / "again", to="transformers")
+    with pytest.warns(LoadWarning, match="1 of the special tokens have positions now instead of 0"):
+        convert(tmp_path / "timm", tmp_path / "again", to="transformers", positioned_tokens=1)
+
+    twin = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    again = transformers.AutoModel.from_pretrained(tmp_path / "again").eval()
+    x = torch.randn(2, 3, 28, 28)
+    with torch.no_grad():
+        answer = judge(x).pooler_output
+        assert distance(twin(x), answer) < 1e-5
+        assert distance(again(x).pooler_output, answer) < 1e-5
+        with disturbed(twin.reg_token):
+            assert distance(twin(x), answer) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("to", "changes", "reason"),
+    [
+        ("npz", {"norm_eps": 1e-12}, r"norm_eps=1e-12 \(it would be 1e-06\); say norm_eps=1e-06 on the way$"),
+        ("npz", {"mlp": "relu"}, r"mlp='relu' \(it would be 'gelu'\); it cannot be written in that form$"),
+        ("timm", {"norm_eps": 1e-12, "pool": "class+mean"}, "it cannot be written in that form$"),
+    ],
+)
+def test_the_hint_is_honest(
+    to: str, changes: dict[str, Any], reason: str, tmp_path: Path, tiny_folder: Any
+) -> None:
+    """It names a change only where load can make it, and the answers are meant to stay."""
+    with pytest.raises(SaveError, match=reason):
+        convert(tiny_folder(**changes), tmp_path / f"out{ending(to)}", to=to)

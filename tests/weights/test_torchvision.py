@@ -1,6 +1,7 @@
 """State dicts of torchvision's VisionTransformer: read, and written so that it loads them strictly."""
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,21 @@ def test_a_published_file(tmp_path: Path) -> None:
         state[name] = tensor
     assert sum("linear_" in name for name in state) == 8
     torch.save(state, tmp_path / "vit_b_16-c867db91.pth")
-    ours = load(tmp_path / "vit_b_16-c867db91.pth")
+    with pytest.warns(LoadWarning, match=r"assumed heads=3; norm_eps=1e-06$"):
+        ours = load(tmp_path / "vit_b_16-c867db91.pth")
     assert (ours.preprocess.resize, ours.config.heads) == (256, 3)
     x = torch.randn(2, 3, 32, 32, dtype=torch.double)
     with torch.no_grad():
         assert distance(ours(x), judge(x)) < 1e-5
+
+
+def test_a_papers_model_needs_no_warning(tmp_path: Path) -> None:
+    """Whose width, depth and MLP are as published has the heads that were published."""
+    sizes = {"hidden_dim": 192, "num_layers": 12, "mlp_dim": 768}
+    torch.save(small(**sizes).state_dict(), tmp_path / "vit_b_16-c867db91.pth")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(tmp_path / "vit_b_16-c867db91.pth").config.heads == 3
 
 
 def test_resized_as_torchvision_does(tmp_path: Path) -> None:

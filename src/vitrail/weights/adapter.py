@@ -27,7 +27,8 @@ class Draft(NamedTuple):
     preprocess: Preprocess | None = None  # None: the usual
     labels: tuple[str, ...] = ()
     system: str = "vit"
-    unused: frozenset[str] = frozenset()  # tensors that may be there and are left out on purpose
+    unused: frozenset[str] = frozenset()  # tensors that may be there and serve training alone
+    spare: tuple[str, ...] = ()  # tensors that are there and have no part in the answer, for a warning
     guessed: tuple[str, ...] = ()  # what the checkpoint did not say, for a warning
 
 
@@ -52,19 +53,24 @@ def numbered(names: Iterable[str], pattern: str) -> int:
     return len({match[1] for match in matches if match})
 
 
-def heads_of(width: int, asked: Mapping[str, Any], where: str) -> tuple[int, tuple[str, ...]]:
-    """Heads of a model whose file does not tell them, and how sure that is."""
-    if "heads" in asked:
-        return asked["heads"], ()
+def heads_of(width: int, asked: Mapping[str, Any], where: str) -> int:
+    """Heads of a model whose file does not tell them: the papers' at this width, or of width 64."""
     usual = {size[0]: size[2] for size in SIZES.values()}
-    if width in usual:
-        return usual[width], ()
-    if width % 64:
+    heads = asked.get("heads", usual.get(width, width // 64))
+    if width % 64 and "heads" not in asked:
         raise LoadError(
             f"{where} does not tell the number of heads, and its width {width} is no usual one; "
             "say it: load(…, heads=…)"
         )
-    return width // 64, (f"{width // 64} heads of width 64 (heads=… says otherwise)",)
+    return heads
+
+
+def assumed(config: ViTConfig, asked: Mapping[str, Any], fields: Iterable[str]) -> tuple[str, ...]:
+    """Those of the fields that the caller did not say, as they could be said; none for a paper's model."""
+    shape = (config.width, config.depth, config.heads, config.mlp_width)
+    if shape in SIZES.values():
+        return ()
+    return tuple(f"{name}={getattr(config, name)!r}" for name in fields if name not in asked)
 
 
 def image_size_of(
@@ -102,23 +108,45 @@ def pair(value: Any) -> tuple[int, int]:
 
 
 def check_whole_patches(config: ViTConfig, where: str) -> None:
-    """Other libraries cut off what does not fill a patch, where ours are padded."""
+    """Refuses what other libraries cut off and ours pad: what does not fill a patch."""
     if any(size % patch for size, patch in zip(config.image_size, config.patch, strict=True)):
-        raise LoadError(f"{where}: image_size={config.image_size} is no multiple of patch={config.patch}")
+        raise LoadError(
+            f"{where}: image_size={config.image_size} is no multiple of patch={config.patch}; what is left "
+            "over is cut off by other libraries and padded here, which gives other answers"
+        )
 
 
-def settled(config: ViTConfig) -> ViTConfig:
-    """The config without the choice to say that all special tokens have positions in two ways."""
-    every = config.positioned_tokens == config.special_tokens or config.positions != "learned"
+def check_positions(config: ViTConfig, library: str) -> None:
+    """Refuses what a library cannot say that always has learned positions, of special tokens too."""
+    if config.positions != "learned":
+        raise SaveError(f"{library} always has learned positions; got positions={config.positions!r}")
+    if config.positioned != config.special_tokens:
+        raise SaveError(
+            f"{library} has positions for all special tokens; got positioned_tokens={config.positioned}; say "
+            f"positioned_tokens={config.special_tokens} on the way"
+        )
+
+
+def canonical(config: ViTConfig) -> ViTConfig:
+    """The config with one way to say that all special tokens have positions, where there are two."""
+    every = config.positioned == config.special_tokens or config.positions != "learned"
     return replace(config, positioned_tokens=None) if every else config
 
 
-def refuse_unsaid(library: str, ours: Any, theirs: Any, free: Iterable[str] = ()) -> None:
+# Fields that a load can change: the tensors stay, or say the same in another way.
+CHANGEABLE = {"norm_eps", "positioned_tokens", "position_resize", "dropout", "attention_dropout", "drop_path"}
+
+
+def refuse_changed(library: str, ours: Any, theirs: Any, free: Iterable[str] = ()) -> None:
     """Names the fields of a config or a preprocessing that would come back as something else."""
-    lost = [
-        f"{field.name}={getattr(ours, field.name)!r} (it would be {getattr(theirs, field.name)!r})"
+    lost = {
+        field.name: getattr(theirs, field.name)
         for field in fields(ours)
         if field.name not in free and getattr(ours, field.name) != getattr(theirs, field.name)
-    ]
-    if lost:
-        raise SaveError(f"{library} cannot say {', '.join(lost)}; load with another value first")
+    }
+    if not lost:
+        return
+    told = ", ".join(f"{name}={getattr(ours, name)!r} (it would be {back!r})" for name, back in lost.items())
+    instead = " ".join(f"{name}={back!r}" for name, back in lost.items())
+    way = f"say {instead} on the way" if lost.keys() <= CHANGEABLE else "it cannot be written in that form"
+    raise SaveError(f"{library} cannot say {told}; {way}")

@@ -26,17 +26,19 @@ from vitrail.models.vit import ViTConfig
 from vitrail.weights.adapter import (
     Adapter,
     Draft,
+    assumed,
+    canonical,
+    check_positions,
     check_whole_patches,
     image_size_of,
     numbered,
-    refuse_unsaid,
-    settled,
+    refuse_changed,
 )
 from vitrail.weights.checkpoint import Checkpoint
 from vitrail.weights.errors import SaveError
 from vitrail.weights.files import Stored
 from vitrail.weights.names import Form, Table, places, theirs_from_ours
-from vitrail.weights.native import description, said
+from vitrail.weights.native import description, from_description
 
 OURS = "vitrail_config"  # JSON in bytes
 TRAINING = "opt/target/"  # before the names of weights in a checkpoint with an optimiser
@@ -126,8 +128,11 @@ def read(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
     ours = tensors.pop(OURS, None)
     if ours is None:
         config = _config(tensors, asked, checkpoint.where)
-        return Draft(config, _names(config.heads), tensors, _preprocess(config))
-    content = said(json.loads(bytes(ours.read().numpy())))
+        half = (0.5,) * config.channels
+        preprocess = Preprocess(resize=config.image_size, interpolation="bilinear", mean=half, std=half)
+        guessed = (*assumed(config, asked, ("norm_eps",)), "the preprocessing (resized, mean 0.5, std 0.5)")
+        return Draft(config, _names(config.heads), tensors, preprocess, guessed=guessed)
+    content = from_description(json.loads(bytes(ours.read().numpy())))
     return Draft(table=_names(content["config"].heads), tensors=tensors, **content)
 
 
@@ -174,22 +179,16 @@ def _config(tensors: Mapping[str, Stored], asked: Mapping[str, Any], where: str)
     )
 
 
-def _preprocess(config: ViTConfig) -> Preprocess:
-    half = (0.5,) * config.channels
-    return Preprocess(resize=config.image_size, interpolation="bilinear", mean=half, std=half)
-
-
 def write(model: Model, file: Path) -> None:
     """The arrays of the original, and ours."""
     config = model.config
+    check_positions(config, "npz")
     state = theirs_from_ours(places(_names(config.heads), model.state_dict(), "npz"), model.state_dict())
-    if config.positions != "learned":
-        raise SaveError(f"npz cannot say positions={config.positions!r}")
     if any(tensor.dtype == torch.bfloat16 for tensor in state.values()):
         raise SaveError("npz knows no bfloat16; load with dtype=torch.float32 first")
     stored = {name: Stored(part.shape, part.dtype, part.detach) for name, part in state.items()}
     check_whole_patches(config, "npz")
-    refuse_unsaid("npz", settled(config), _config(stored, asdict(config), "npz"), FREE)
+    refuse_changed("npz", canonical(config), _config(stored, asdict(config), "npz"), FREE)
     text = json.dumps(description(model)).encode()
     arrays: dict[str, Any] = {
         name: np.ascontiguousarray(part.detach().cpu().numpy()) for name, part in state.items()

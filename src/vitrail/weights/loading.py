@@ -11,22 +11,24 @@ from functools import reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.models.base import Model
 from vitrail.models.config import build_config
 from vitrail.models.registry import build
-from vitrail.models.vit import initialise
+from vitrail.models.vit import SPECIAL_TOKENS, initialise
 from vitrail.positions import resize_positions
 from vitrail.weights.adapter import Draft
 from vitrail.weights.checkpoint import Checkpoint, open_checkpoint
-from vitrail.weights.errors import LoadError, LoadWarning
+from vitrail.weights.errors import LoadError, LoadWarning, some
 from vitrail.weights.forms import FORMS
-from vitrail.weights.names import SHOWN, ours_from_theirs, places
+from vitrail.weights.names import ours_from_theirs, places
+from vitrail.words import unknown
 
 HEADS = ("head.", "distillation_head.")
 POSITIONS = "positions.table"
-FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+FLOATS = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 
 def load(
@@ -35,7 +37,7 @@ def load(
     classes: int | None = None,
     labels: Sequence[str] | None = None,
     image_size: int | tuple[int, int] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
@@ -52,10 +54,13 @@ def load(
     classes, labels: for another number of classes than the file's, the head starts anew. Labels for
         as many classes as there are only name them.
     image_size: learned positions are resized to the new grid.
+    positioned_tokens: positions of special tokens, which never change, become part of the tokens, or
+        zeros; the answers stay the same.
 
     changes: other fields of the config, such as drop_path=0.1, where they ask for no other tensors, or
     what a lone file of tensors does not tell (heads=…).
-    dtype: of the weights; the widest of those in the file unless given, so half stays half.
+    dtype: of the weights, such as torch.float16 or its name; the widest of those in the file unless given,
+    so half stays half.
     revision, cache_dir, token: for the hub. HF_HUB_OFFLINE=1 uses only what has been downloaded.
     """
     given = {"classes": classes, "image_size": image_size}
@@ -64,6 +69,9 @@ def load(
         if classes not in (None, len(labels)):
             raise ValueError(f"{len(labels)} labels were given for classes={classes}")
         asked["classes"] = len(labels)
+    kind = FLOATS.get(str(dtype).removeprefix("torch."))
+    if kind is None and dtype is not None:
+        raise ValueError(unknown("dtype", dtype, FLOATS))
     checkpoint = open_checkpoint(source, revision=revision, cache_dir=cache_dir, token=token)
     where = checkpoint.where
     draft = draft_of(checkpoint, asked)
@@ -74,9 +82,11 @@ def load(
         raise LoadError(f"{where} cannot be loaded like that: {error}") from None
     model = _skeleton(_changed(draft, config, labels), where)
     state, notes = _fitted(state, model, draft.config, where)
+    if draft.spare:
+        notes.append(f"{some(draft.spare)} were left out, since they have no part in its answer")
     if draft.guessed:
-        notes.append(f"the file does not tell everything; assumed {'; '.join(draft.guessed)}")
-    kind = dtype or reduce(torch.promote_types, {t.dtype for t in state.values() if t.is_floating_point()})
+        notes.append(f"it does not tell everything; assumed {'; '.join(draft.guessed)}")
+    kind = kind or reduce(torch.promote_types, {t.dtype for t in state.values() if t.is_floating_point()})
     device = torch.get_default_device()
     placed = {
         name: tensor.to(device, kind if tensor.is_floating_point() else None)
@@ -93,10 +103,9 @@ def draft_of(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
     where = checkpoint.where
     form = next((form for form in FORMS.values() if form.is_one(checkpoint)), None)
     if form is None:
-        some = ", ".join(list(checkpoint.tensors)[:SHOWN])
         raise LoadError(
             f"{where} is of no family that can be read: expected a Vision Transformer of Vitrail, "
-            f"transformers, timm, torchvision or the original .npz; it has {some}, …"
+            f"transformers, timm, torchvision or the original .npz; it has {some(list(checkpoint.tensors))}"
         )
     try:
         return form.read(checkpoint, asked)
@@ -117,12 +126,17 @@ def tensors_of(draft: Draft, where: str) -> dict[str, Tensor]:
             f"{where}: its configuration says depth={config.depth}, resnet_units="
             f"{config.resnet_units}, but there are only {len(draft.tensors)} tensors"
         )
-    odd = {stored.dtype for stored in draft.tensors.values() if stored.dtype.is_floating_point} - FLOATS
+    kinds = {stored.dtype for stored in draft.tensors.values() if stored.dtype.is_floating_point}
+    odd = kinds - set(FLOATS.values())
     if odd:
         raise LoadError(f"{where} holds {odd.pop()}; expected 16, 32 or 64 bits")
     shapes = _skeleton(draft, where).state_dict()
     return ours_from_theirs(
-        places(draft.table, shapes, where), shapes, draft.tensors, unused=draft.unused, where=where
+        places(draft.table, shapes, where),
+        shapes,
+        draft.tensors,
+        unused={*draft.unused, *draft.spare},
+        where=where,
     )
 
 
@@ -151,6 +165,13 @@ def _fitted(
     """The tensors that the model wants: as they are, resized, or new; and what was done."""
     config, wanted, notes = model.config, model.state_dict(), []
     fitted = dict(state)
+    same_tokens = POSITIONS in fitted and config.special_tokens == stored.special_tokens
+    if same_tokens and config.positioned != stored.positioned:
+        fitted |= _repositioned(fitted, math.prod(stored.grid), config.positioned)
+        notes.append(
+            f"{config.positioned} of the special tokens have positions now instead of {stored.positioned}; "
+            "what the others had is part of them, so that the answers stay the same"
+        )
     if POSITIONS in wanted and POSITIONS in fitted and config.grid != stored.grid:
         fitted[POSITIONS] = resize_positions(
             fitted[POSITIONS],
@@ -178,9 +199,22 @@ def _fitted(
     if unfit:
         raise LoadError(
             f"{where} cannot be loaded with {_difference(stored, config)}: that asks for other tensors "
-            f"than it has ({', '.join(unfit[:SHOWN])}). Create such a model and train it instead"
+            f"than it has ({some(unfit)}). Create such a model and train it instead"
         )
     return fitted, notes
+
+
+def _repositioned(state: Mapping[str, Tensor], patches: int, positioned: int) -> dict[str, Tensor]:
+    """Special tokens and positions with the same sums, of which the first `positioned` tokens have one."""
+    names = [name for name in SPECIAL_TOKENS if name in state]
+    tokens = torch.cat([state[name] for name in names], 1)  # (1, special tokens, width)
+    table = state[POSITIONS]  # (1, rows of special tokens + patches, width)
+    had = table.shape[1] - patches
+    rows = F.pad(table[:, :had], (0, 0, 0, tokens.shape[1] - had))  # zeros for tokens that had none
+    tokens = torch.cat([tokens[:, :positioned], (tokens + rows)[:, positioned:]], 1)
+    table = torch.cat([rows[:, :positioned], table[:, had:]], 1)
+    parts = tokens.split([state[name].shape[1] for name in names], 1)
+    return {POSITIONS: table, **{name: part.clone() for name, part in zip(names, parts, strict=True)}}
 
 
 def _difference(stored: Any, config: Any) -> str:

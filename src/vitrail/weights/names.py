@@ -19,10 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.weights.errors import LoadError, SaveError
+from vitrail.weights.errors import LoadError, SaveError, some
 from vitrail.weights.files import Stored
-
-SHOWN = 10  # names of each kind in an error
 
 
 class Form(NamedTuple):
@@ -66,7 +64,7 @@ def places(table: Table, names: Iterable[str], library: str) -> list[Place]:
         else:
             homeless.append(name)
     if homeless:
-        raise SaveError(f"{library} has no place for {_some(homeless)}")
+        raise SaveError(f"{library} has no place for {some(homeless)}")
     return [
         Place(theirs, form, tuple(name for _, name in sorted(held.items())))
         for theirs, (form, held) in found.items()
@@ -140,7 +138,7 @@ def differences(wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size
             if name in found and found[name] != shape
         ],
     }
-    return "".join(f"\n  {len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names)
+    return "".join(f"\n  {len(names)} {kind}: {some(names)}" for kind, names in problems.items() if names)
 
 
 def _account(wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size], where: str) -> None:
@@ -152,8 +150,3 @@ def _account(wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size], 
             "  Are the weights and the configuration from the same model? For another number of "
             "classes, load it as it is and say classes=…"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + rest

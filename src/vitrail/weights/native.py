@@ -35,10 +35,10 @@ def read(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
             "vitrail.save wrote. Of a state dict alone, make the model first: "
             "vitrail.create(…).load_state_dict(…), and vitrail.save keeps both together"
         )
-    return Draft(table={"*": "*"}, tensors=checkpoint.tensors, **said(checkpoint.config))
+    return Draft(table={"*": "*"}, tensors=checkpoint.tensors, **from_description(checkpoint.config))
 
 
-def said(content: Mapping[str, Any]) -> dict[str, Any]:
+def from_description(content: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a draft that `description` wrote."""
     if content["version"] > VERSION:
         raise ValueError(

@@ -21,6 +21,7 @@ from vitrail.data.preprocess import (
     crop_fraction,
     sides_before_crop,
 )
+from vitrail.weights.writing import PROCESSOR
 from vitrail.words import unknown
 
 HALF = (0.5, 0.5, 0.5)
@@ -100,8 +101,6 @@ def to_timm(preprocess: Preprocess) -> dict[str, Any]:
 
 # transformers -------------------------------------------------------------------------------------
 
-FILE = "preprocessor_config.json"
-
 _PROCESSOR: dict[str, Any] = {
     "do_resize": True,
     "do_center_crop": False,
@@ -141,20 +140,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "CLIP": _CLIP,
     "Siglip": _VIT | {"resample": 3, "default_to_square": False},
 }
-# The kind of a model whose file does not tell (files from before 2022).
-MODEL_PROCESSORS = {
-    "vit": "ViT",
-    "deit": "DeiT",
-    "bit": "Bit",
-    "dinov2": "Bit",
-    "dinov2_with_registers": "Bit",
-    "swin": "ViT",
-    "swinv2": "ViT",
-    "clip": "CLIP",
-    "siglip": "Siglip",
-}
 # Keys that do not change the pixels.
-BESIDE_THE_POINT = {
+IGNORED = {
     "image_processor_type",
     "feature_extractor_type",
     "processor_class",
@@ -170,29 +157,29 @@ BESIDE_THE_POINT = {
 }
 
 
-def from_transformers(preprocessor_config: Mapping[str, Any], model_type: str = "vit") -> Preprocess:
+def from_transformers(preprocessor_config: Mapping[str, Any], usual: str = "ViT") -> Preprocess:
     """transformers' preprocessing, from a preprocessor_config.json.
 
-    model_type: of the model's config.json, for old files that do not name their image processor.
+    usual: the kind of image processor (a key of PROCESSORS) that an old file means, which names none.
     """
     given = {key: value for key, value in preprocessor_config.items() if value is not None}
-    kind = _kind(given, model_type)
+    kind = _kind(given, usual)
     config = PROCESSORS[kind] | given
     foreign = {
         key: value
         for key, value in config.items()
-        if key not in PROCESSORS[kind].keys() | BESIDE_THE_POINT and value is not False
+        if key not in PROCESSORS[kind].keys() | IGNORED and value is not False
     }
     if foreign:
-        said = ", ".join(f"{key}={value!r}" for key, value in foreign.items())
-        raise ValueError(f"{FILE} asks for what cannot be done here: {said}")
+        told = ", ".join(f"{key}={value!r}" for key, value in foreign.items())
+        raise ValueError(f"{PROCESSOR} asks for what cannot be done here: {told}")
     if not config["do_resize"]:
-        raise ValueError(f"{FILE} says do_resize=false; expected a size to resize to")
+        raise ValueError(f"{PROCESSOR} says do_resize=false; expected a size to resize to")
 
     resampling = {int(method): name for name, method in INTERPOLATIONS.items()}
     if config["resample"] not in resampling:
         raise ValueError(
-            f"{FILE} says resample={config['resample']!r}; expected one of "
+            f"{PROCESSOR} says resample={config['resample']!r}; expected one of "
             + ", ".join(f"{number} ({name})" for number, name in sorted(resampling.items()))
         )
     crop = _sides(config["crop_size"], "crop_size") if config["do_center_crop"] else None
@@ -201,14 +188,14 @@ def from_transformers(preprocessor_config: Mapping[str, Any], model_type: str = 
     resize = _sides(config["size"], "size", square=config["default_to_square"])
     if isinstance(resize, int) and crop is None:
         raise ValueError(
-            f"{FILE} resizes the shortest side to {resize} and crops nothing: "
+            f"{PROCESSOR} resizes the shortest side to {resize} and crops nothing: "
             "pictures come in different sizes; expected do_center_crop=true and a crop_size"
         )
     # Theirs is (value · factor − mean) / std of values to 255, ours (value / 255 − mean) / std.
-    factor = _positive(FILE, config, "rescale_factor") if config["do_rescale"] else 1.0
+    factor = _positive(PROCESSOR, config, "rescale_factor") if config["do_rescale"] else 1.0
     unit = 255 * factor
-    mean = _numbers(FILE, config, "image_mean")
-    std = _numbers(FILE, config, "image_std")
+    mean = _numbers(PROCESSOR, config, "image_mean")
+    std = _numbers(PROCESSOR, config, "image_std")
     if not config["do_normalize"]:
         mean, std = (0.0,) * len(mean), (1.0,) * len(std)
     return Preprocess(
@@ -254,16 +241,9 @@ def to_transformers(preprocess: Preprocess) -> dict[str, Any]:
     return config
 
 
-def _kind(config: Mapping[str, Any], model_type: str) -> str:
+def _kind(config: Mapping[str, Any], usual: str) -> str:
     """The image processor's name without what differs between versions and backends."""
-    name = config.get("image_processor_type") or config.get("feature_extractor_type")
-    if name is None:
-        if model_type not in MODEL_PROCESSORS:
-            raise ValueError(
-                f"{FILE} names no image_processor_type, and "
-                + unknown("model_type", model_type, MODEL_PROCESSORS)
-            )
-        return MODEL_PROCESSORS[model_type]
+    name = config.get("image_processor_type") or config.get("feature_extractor_type") or usual
     kind = re.sub(r"(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", str(name))
     if kind not in PROCESSORS:
         raise ValueError(unknown("image_processor_type", name, [f"{k}ImageProcessor" for k in PROCESSORS]))
@@ -280,7 +260,7 @@ def _sides(size: Any, key: str, square: bool = True) -> int | tuple[int, int]:
         case {"height": height, "width": width} | [height, width] if len(size) == 2:
             return height, width
     raise ValueError(
-        f"{FILE} says {key}={size!r}; expected a number, "
+        f"{PROCESSOR} says {key}={size!r}; expected a number, "
         "{'shortest_edge': …} or {'height': …, 'width': …}"
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitrail.models.base import Model
 from vitrail.models.registry import SYSTEMS
 from vitrail.weights import native
-from vitrail.weights.adapter import refuse_unsaid, settled
+from vitrail.weights.adapter import canonical, refuse_changed
 from vitrail.weights.checkpoint import ENDINGS, open_checkpoint
 from vitrail.weights.errors import LoadError, SaveError, explained
 from vitrail.weights.files import plain_name, read_json
@@ -99,8 +99,8 @@ def _refuse_no_folder(goal: Path) -> None:
 def _compare(model: Model, place: Path, to: str) -> None:
     """What was written says the same as the model, or an error."""
     draft = draft_of(replace(open_checkpoint(place), where="what was written"), {})
-    refuse_unsaid(to, settled(model.config), settled(draft.config))
-    refuse_unsaid(to, model.preprocess, draft.preprocess)
+    refuse_changed(to, canonical(model.config), canonical(draft.config))
+    refuse_changed(to, model.preprocess, draft.preprocess)
     if draft.labels != model.labels:
         raise SaveError(f"{to} cannot say these labels: {', '.join(model.labels[:5])}, …")
     back = tensors_of(draft, to)
@@ -163,7 +163,7 @@ def _refuse_unloadable(model: Model) -> None:
     odd = [
         f"{name} holds {part.dtype}"
         for name, part in state.items()
-        if part.is_floating_point() and part.dtype not in FLOATS
+        if part.is_floating_point() and part.dtype not in FLOATS.values()
     ]
     if odd:
         raise SaveError(f"{odd[0]}; expected 16, 32 or 64 bits: model.to(torch.bfloat16)")

@@ -26,7 +26,7 @@ from vitrail.weights.adapter import (
 )
 from vitrail.weights.checkpoint import Checkpoint
 from vitrail.weights.errors import LoadError
-from vitrail.weights.files import Stored
+from vitrail.weights.files import Stored, renamed
 from vitrail.weights.names import places, theirs_from_ours
 from vitrail.weights.preprocessing import from_timm, to_timm
 from vitrail.weights.writing import CONFIG, WEIGHTS, write_json, write_tensors
@@ -53,6 +53,7 @@ NAMES = {
     "blocks.{}.mlp.up.*": "blocks.{}.mlp.fc1.*",
     "blocks.{}.mlp.down.*": "blocks.{}.mlp.fc2.*",
     "blocks.{}.mlp_scale.gain": "blocks.{}.ls2.gamma",
+    "pre_norm.*": "norm_pre.*",
     "norm.*": "norm.*",
     "attention_pooling.query": "attn_pool.latent",
     "attention_pooling.attention.query.*": "attn_pool.q.*",
@@ -64,10 +65,11 @@ NAMES = {
     "head.*": "head.*",
     "distillation_head.*": "head_dist.*",
 }
-OLDER = r"\.gamma_(\d)$", r".ls\1.gamma"  # the layer scale in DeiT III's own files
+OLDER = {r"\.gamma_(\d)$": r".ls\1.gamma"}  # the layer scale in DeiT III's own files
 
 # The word for a size in an architecture's name → embed_dim, depth, num_heads.
 SIZES = {
+    "xsmall": (256, 10, 4),
     "tiny": (192, 12, 3),
     "wee": (256, 14, 4),
     "little": (320, 14, 5),
@@ -93,6 +95,7 @@ KNOWN = re.compile(
     vit_({SIZE})_patch\d+(_plus|_36x1)?_\d+ (_miil)?(_in21k|_sam|_dino)?
     | vit_({SIZE})_patch\d+ (_reg[14])?_(gap|map)_\d+
     | vit_({SIZE})_patch\d+_siglip (_gap)?_\d+
+    | vit_({SIZE})_patch\d+ (_plus)?_clip (_quickgelu)?_\d+
     | vit_({SIZE})_patch\d+ (_reg4_dinov2|_dinov2|_reg1_tipsv2)
     | vit_({SIZE})_(r_s16_p8|r26_s32|r50_s16|r50_s32)_\d+ (_in21k)?
     | deit_({SIZE}) (_distilled)?_patch\d+_\d+
@@ -107,11 +110,11 @@ OTHERS = {
     r"_rope_|_dinov3|_lingbot|_sapiens2|^vit_pe_|^eva02_": "rotary positions, or another network of EVA's",
     r"_s?relpos_": "relative positions",
     r"_rpn_": "norms after attention and MLP, not before",
-    r"_clip_": "a norm before the first block",
     r"_xp_|_18x2_|_d?pwee_": "blocks whose parts are computed side by side",
     r"_d(wee|little)_": "differential attention",
     r"_mci_|_resnet\d": "another stem",
 }
+CLIP, CLIP_EPS = "vit_base_patch16_clip_224", 1e-5  # an architecture to write, for this epsilon of its norms
 # What else an architecture's name says, in timm's arguments; a later row has the last word.
 RULES: tuple[tuple[str, dict[str, Any]], ...] = (
     *(
@@ -129,6 +132,8 @@ RULES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"_gap_|^eva_", {"global_pool": "avg"}),
     (r"base_patch32_siglip|giantopt|(large|so400m)_patch16_siglip(_gap)?_512", {"act_layer": "gelu_tanh"}),
     (r"so400m_patch16_siglip", {"act_layer": "gelu_tanh"}),
+    (r"_clip_", {"pre_norm": True, "norm_eps": CLIP_EPS}),
+    (r"_clip_quickgelu_", {"act_layer": "quick_gelu"}),
     (r"distilled", {"distilled": True}),
     (r"_r_s16_", {"units": ()}),
     (r"_r26_s32_", {"units": (2, 2, 2, 2)}),
@@ -154,13 +159,12 @@ ACTIVATIONS = {
 }
 DROPS = {"proj_drop_rate": "dropout", "attn_drop_rate": "attention_dropout", "drop_path_rate": "drop_path"}
 # Arguments whose value says nothing that is not in the tensors, or matters only in training's beginning.
-BESIDE_THE_POINT = {
+IGNORED = {
     "mlp_ratio", "qkv_bias", "qk_norm", "fc_norm", "no_embed_class", "pos_embed", "pos_drop_rate",
     "dynamic_img_size", "dynamic_img_pad", "strict_img_size", "weight_init", "fix_init",
 }  # fmt: skip
 # Arguments that are fine with this value, and cannot be honoured with another.
 NEUTRAL = {
-    "pre_norm": False,
     "final_norm": True,
     "proj_bias": True,
     "scale_attn_norm": False,
@@ -172,7 +176,7 @@ NEUTRAL = {
 }
 HONOURED = {
     "embed_dim", "depth", "num_heads", "patch_size", "img_size", "in_chans", "num_classes",
-    "global_pool", "class_token", "reg_tokens", "init_values", "act_layer", *DROPS,
+    "global_pool", "class_token", "reg_tokens", "init_values", "act_layer", "pre_norm", *DROPS,
 }  # fmt: skip
 
 
@@ -184,16 +188,20 @@ def is_one(checkpoint: Checkpoint) -> bool:
 
 def read(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
     """What config.json and the shapes say, or the shapes alone."""
-    tensors = {re.sub(*OLDER, name): stored for name, stored in checkpoint.tensors.items()}
     content, where = checkpoint.config, checkpoint.where
+    tensors = renamed(checkpoint.tensors, OLDER, where)
     around = content.get("pretrained_cfg", content)
     if content:
         arguments = _arguments(content, where)
     else:
         width = tensors["patch_embed.proj.weight"].shape[0]
-        arguments = {"num_heads": heads_of(width, asked, where)[0]}
+        arguments = {"num_heads": heads_of(width, asked, where)}
+        if "norm_pre.weight" in tensors:
+            arguments["norm_eps"] = CLIP_EPS
     config, sizes = _config(tensors, arguments, asked, where)
     labels = content.get("label_names") or around.get("label_names") or around.get("labels") or ()
+    if not config.classes:  # a model cut off before its head still carries their names
+        labels = ()
     preprocess = None
     if content:
         preprocess = from_timm(content)
@@ -227,9 +235,10 @@ def _arguments(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     arguments["num_classes"] = content.get("num_classes", around.get("num_classes", 1000))
     if content.get("global_pool"):
         arguments["global_pool"] = content["global_pool"]
-    given = {key: value for key, value in content.get("model_args", {}).items() if value is not None}
+    given = {key: value for key, value in (content.get("model_args") or {}).items() if value is not None}
     for key, value in given.items():
-        if key not in HONOURED | BESIDE_THE_POINT and NEUTRAL.get(key, not value) != value:
+        neutral = key in NEUTRAL and value == NEUTRAL[key]
+        if key not in HONOURED | IGNORED and not neutral:
             raise LoadError(f"{where}: model_args has {key}={value!r}, which cannot be honoured here")
     if "position_resize" in content:
         arguments["position_resize"] = content["position_resize"]
@@ -267,10 +276,11 @@ def _config(
             counts = [positions - prefix for prefix in _prefixes(special, distilled, asked)]
             sizes = image_sizes_of(counts, patch, asked, where)
         cells = math.prod(-(-size // side) for size, side in zip(sizes[0], patch, strict=True))
-        if special and positions - cells in (0, asked.get("positioned_tokens")):
-            positioned = positions - cells
+        if positions - cells != special:
+            positioned = 0 if "img_size" in arguments else positions - cells
     head = tensors.get("head.weight")
     pool = arguments.get("global_pool", _pool(tensors, class_token))
+    pre_norm = arguments.get("pre_norm", "norm_pre.weight" in tensors)
     activation = arguments.get("act_layer", "silu" if gated else "gelu")
     if pool not in POOLS or activation not in ACTIVATIONS:
         raise LoadError(
@@ -297,7 +307,9 @@ def _config(
         "mlp": "swiglu" if gated else ACTIVATIONS[activation],
         "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
         "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
+        "pre_norm": pre_norm,
         "layer_scale": _layer_scale(tensors, arguments),
+        "norm_eps": arguments.get("norm_eps", 1e-6),
         "norm_after_pool": "fc_norm.weight" in tensors,
         **{ours: arguments[theirs] for theirs, ours in DROPS.items() if theirs in arguments},
     }
@@ -319,19 +331,19 @@ def _prefixes(special: int, distilled: bool, asked: Mapping[str, Any]) -> tuple[
 def _assumed(config: ViTConfig, sizes: list[tuple[int, int]], asked: Mapping[str, Any]) -> tuple[str, ...]:
     """What tensors without a config.json leave open, as the caller could have said it."""
     learned, two_heads = config.positions == "learned", config.distillation_token
-    covered = config.special_tokens if config.positioned_tokens is None else config.positioned_tokens
     undecided = {
         "heads": (config.heads, True),
+        "norm_eps": (config.norm_eps, True),
         "pool": (config.pool, config.pool != "attention" and not two_heads),
         "mlp": (config.mlp, config.mlp != "swiglu"),
         "image_size": (config.image_size, True),
-        "positioned_tokens": (covered, learned and config.special_tokens and not two_heads),
+        "positioned_tokens": (config.positioned, learned and config.special_tokens and not two_heads),
     }
     return (
         *(f"{name}={value!r}" for name, (value, is_so) in undecided.items() if is_so and name not in asked),
         *(f"that it was not trained at image_size={size}, which fits too" for size in sizes[1:]),
         "neither rotary positions nor norms after attention, which would not show",
-        "the preprocessing (resized, mean 0.5, std 0.5)",
+        "the preprocessing (mean 0.5, std 0.5, of a square the middle 90 %)",
     )
 
 
@@ -415,15 +427,18 @@ def _architecture(config: ViTConfig) -> str:
         return HYBRIDS.get(config.resnet_units, HYBRIDS[()])
     if config.mlp == "swiglu":
         return "vit_giant_patch14_dinov2"
+    if config.norm_eps == CLIP_EPS:
+        return CLIP
     return f"vit_{PLAIN.get(config.width, 'base')}_patch16_224"
 
 
 def _options(config: ViTConfig) -> dict[str, Any]:
     """The arguments that a plain ViT leaves as they are."""
-    # The one layer scale that is always said: the architecture of the gated models comes with one.
-    said = {"init_values": config.layer_scale or 0.0}
+    # The architecture of the gated models comes with a layer scale.
+    always = {"init_values": config.layer_scale or 0.0}
     choices = {
         "qk_norm": (config.qk_norm, False),
+        "pre_norm": (config.pre_norm, _architecture(config) == CLIP),
         "class_token": (config.class_token, True),
         "reg_tokens": (config.registers, 0),
         "no_embed_class": (config.positioned_tokens == 0, False),
@@ -432,7 +447,7 @@ def _options(config: ViTConfig) -> dict[str, Any]:
         "pos_drop_rate": (config.dropout, 0.0),
         **{theirs: (getattr(config, ours), 0.0) for theirs, ours in DROPS.items()},
     }
-    return said | {key: value for key, (value, usual) in choices.items() if value != usual}
+    return always | {key: value for key, (value, usual) in choices.items() if value != usual}
 
 
 ADAPTER = Adapter(is_one, read, write)

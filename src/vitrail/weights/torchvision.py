@@ -24,18 +24,20 @@ from vitrail.models.vit import ViTConfig
 from vitrail.weights.adapter import (
     Adapter,
     Draft,
+    assumed,
+    canonical,
+    check_positions,
     check_whole_patches,
     heads_of,
     image_size_of,
     numbered,
-    refuse_unsaid,
-    settled,
+    refuse_changed,
 )
 from vitrail.weights.checkpoint import Checkpoint
 from vitrail.weights.errors import SaveError
-from vitrail.weights.files import Stored
+from vitrail.weights.files import Stored, renamed
 from vitrail.weights.names import places, theirs_from_ours
-from vitrail.weights.native import description, said
+from vitrail.weights.native import description, from_description
 from vitrail.weights.preprocessing import from_torchvision
 
 OURS = "vitrail"  # JSON in the metadata
@@ -66,12 +68,11 @@ def is_one(checkpoint: Checkpoint) -> bool:
 
 def read(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
     """What our own metadata says, or what follows from the shapes and the file's name."""
-    tensors = dict(checkpoint.tensors)
-    for old, new in OLDER.items():
-        tensors = {re.sub(old, new, name): stored for name, stored in tensors.items()}
+    tensors = renamed(checkpoint.tensors, OLDER, checkpoint.where)
     if OURS in checkpoint.metadata:
-        return Draft(table=NAMES, tensors=tensors, **said(json.loads(checkpoint.metadata[OURS])))
-    config, guessed = _config(tensors, asked, checkpoint.where)
+        return Draft(table=NAMES, tensors=tensors, **from_description(json.loads(checkpoint.metadata[OURS])))
+    config = _config(tensors, asked, checkpoint.where)
+    guessed = assumed(config, asked, ("heads", "norm_eps"))
     try:
         preprocess = from_torchvision(checkpoint.file.name)
     except ValueError:
@@ -82,19 +83,16 @@ def read(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
     return Draft(config, NAMES, tensors, preprocess, guessed=guessed)
 
 
-def _config(
-    tensors: Mapping[str, Stored], asked: Mapping[str, Any], where: str
-) -> tuple[ViTConfig, tuple[str, ...]]:
+def _config(tensors: Mapping[str, Stored], asked: Mapping[str, Any], where: str) -> ViTConfig:
     width, channels, *patch = tensors["conv_proj.weight"].shape
-    heads, guessed = heads_of(width, asked, where)
     cells = tensors["encoder.pos_embedding"].shape[1] - 1
     representation = tensors.get("heads.pre_logits.weight")
-    config = build_config(
+    return build_config(
         ViTConfig,
         {
             "width": width,
             "depth": numbered(tensors, re.escape(BLOCK).replace(r"\{\}", r"(\d+)")),
-            "heads": heads,
+            "heads": heads_of(width, asked, where),
             "mlp_width": tensors[BLOCK.format(0) + "mlp.0.weight"].shape[0],
             "patch": patch,
             "image_size": image_size_of((cells,), (patch[0], patch[1]), asked, where),
@@ -104,7 +102,6 @@ def _config(
             "position_resize": "bicubic-corners",
         },
     )
-    return config, guessed
 
 
 def write(model: Model, file: Path) -> None:
@@ -115,16 +112,14 @@ def write(model: Model, file: Path) -> None:
         raise SaveError(
             f"torchvision knows squares only; got image_size={config.image_size}, patch={config.patch}"
         )
-    if config.positions != "learned" or not config.classes:
-        raise SaveError(
-            "torchvision always has learned positions and a head; got "
-            f"positions={config.positions!r}, classes={config.classes}"
-        )
+    if not config.classes:
+        raise SaveError("torchvision always has a head; got classes=0")
+    check_positions(config, "torchvision")
     state = model.state_dict()
     tensors = theirs_from_ours(places(NAMES, state, "torchvision"), state)
     stored = {name: Stored(part.shape, part.dtype, part.detach) for name, part in tensors.items()}
-    theirs, _ = _config(stored, asdict(config), "torchvision")
-    refuse_unsaid("torchvision", settled(config), theirs, FREE)
+    theirs = _config(stored, asdict(config), "torchvision")
+    refuse_changed("torchvision", canonical(config), theirs, FREE)
     written = OrderedDict((name, part.detach().cpu().clone()) for name, part in tensors.items())
     vars(written)["_metadata"] = {"": {"version": 1, OURS: json.dumps(description(model))}}
     with file.open("wb") as target:  # which tells why it cannot be written, as torch's own does not

@@ -9,8 +9,8 @@ nothing reads: a register, in our terms.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vitrail.data.preprocess import Preprocess
 from vitrail.models.base import Model
 from vitrail.models.config import build_config
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.adapter import Adapter, Draft, check_whole_patches, pair
 from vitrail.weights.checkpoint import Checkpoint
 from vitrail.weights.errors import LoadError
-from vitrail.weights.files import Stored
+from vitrail.weights.files import Stored, renamed
 from vitrail.weights.names import Table, places, theirs_from_ours
 from vitrail.weights.preprocessing import from_transformers, to_transformers
-from vitrail.weights.writing import CONFIG, WEIGHTS, write_json, write_tensors
+from vitrail.weights.writing import CONFIG, PROCESSOR, WEIGHTS, write_json, write_tensors
 
-PROCESSOR = "preprocessor_config.json"
 LAYER = "encoder.layer.{}."
 BODY = {
     "class_token": "embeddings.cls_token",
@@ -92,6 +92,7 @@ class Family(NamedTuple):
     body: str
     table: Table
     defaults: dict[str, Any]
+    processor: str = "ViT"  # the kind of its image processor, a key of preprocessing.PROCESSORS
     resize: str = "bicubic"
 
 
@@ -120,13 +121,14 @@ DINO_DEFAULTS = DEFAULTS | {
 }
 FAMILIES = {
     "vit": Family("ViT", "vit", VIT, VIT_DEFAULTS),
-    "deit": Family("DeiT", "deit", DEIT, VIT_DEFAULTS),
-    "dinov2": Family("Dinov2", "dinov2", DINO, DINO_DEFAULTS | {"patch_size": 14}),
+    "deit": Family("DeiT", "deit", DEIT, VIT_DEFAULTS, "DeiT"),
+    "dinov2": Family("Dinov2", "dinov2", DINO, DINO_DEFAULTS | {"patch_size": 14}, "Bit"),
     "dinov2_with_registers": Family(
         "Dinov2WithRegisters",
         "dinov2_with_registers",
         DINO,
         DINO_DEFAULTS | {"num_register_tokens": 4},
+        "Bit",
         "bicubic-antialias",
     ),
 }
@@ -162,30 +164,29 @@ def read(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> Draft:
             f"{where} is transformers' model type {kind!r}; expected one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
-    said = family.defaults | checkpoint.config
-    tensors = _hub_names(checkpoint.tensors, kind)
+    content = family.defaults | checkpoint.config
+    tensors = _hub_names(checkpoint.tensors, kind, where)
     prefix = f"{family.body}." if any(n.startswith(f"{family.body}.") for n in tensors) else ""
-    config = _config(kind, said, tensors, prefix, where)
+    config = _config(kind, content, tensors, prefix, where)
     check_whole_patches(config, where)
-    labels = _labels(said)
+    preprocess, guessed = _preprocess(checkpoint, family, config)
+    pooler = () if config.representation else (f"{prefix}pooler.dense.{part}" for part in ("weight", "bias"))
     return Draft(
         config=config,
         table=_names(config, kind, prefix),
         tensors=tensors,
-        preprocess=from_transformers(checkpoint.processor, kind) if checkpoint.processor else None,
-        labels=labels if config.classes else (),
+        preprocess=preprocess,
+        labels=_labels(content) if config.classes else (),
         unused=frozenset({prefix + MASK}),
+        spare=tuple(name for name in pooler if name in tensors),
+        guessed=guessed,
     )
 
 
-def _hub_names(tensors: Mapping[str, Stored], kind: str) -> dict[str, Stored]:
+def _hub_names(tensors: Mapping[str, Stored], kind: str, where: str) -> dict[str, Stored]:
     """Tensors by the names that files of the hub have."""
     newer = NEWER | (NEWER_GATED if "dinov2" in kind else NEWER_VIT)
-    named = {}
-    for name, stored in tensors.items():
-        for new, old in newer.items():
-            name = re.sub(new, old, name)
-        named[name] = stored
+    named = renamed(tensors, newer, where)
     for name in [name for name in named if ".mlp.gate_proj." in name]:
         gate, up = named.pop(name), named.pop(name.replace(".gate_proj.", ".up_proj."))
         named[name.replace(".gate_proj.", ".weights_in.")] = Stored(
@@ -201,78 +202,91 @@ def _joined(*parts: Stored) -> Tensor:
 
 
 def _config(
-    kind: str, said: Mapping[str, Any], tensors: Mapping[str, Stored], prefix: str, where: str
+    kind: str, content: Mapping[str, Any], tensors: Mapping[str, Stored], prefix: str, where: str
 ) -> ViTConfig:
     family = FAMILIES[kind]
     likely = next((head for head, tensor in HEADS.items() if tensor in tensors), "Model")
-    architecture = (said.get("architectures") or [family.name + likely])[0]
+    architecture = (content.get("architectures") or [family.name + likely])[0]
     head = architecture.removeprefix(family.name)
     dino = "dinov2" in kind
-    width, activation = said["hidden_size"], said["hidden_act"]
-    image_size = pair(said["image_size"])
+    width, activation = content["hidden_size"], content["hidden_act"]
+    image_size = pair(content["image_size"])
     for field, value, fine in (
         ("architectures", architecture, head in {*HEADS, "Model", "Backbone"}),
         ("hidden_act", activation, activation in ACTIVATIONS),
-        ("pooler_act", said["pooler_act"], said["pooler_act"] == "tanh"),
-        ("quantization_config", said.get("quantization_config"), "quantization_config" not in said),
+        ("pooler_act", content["pooler_act"], content["pooler_act"] == "tanh"),
+        ("quantization_config", content.get("quantization_config"), "quantization_config" not in content),
         # Its positions are resized at every call, and can only be from a square.
-        ("image_size", said["image_size"], not dino or image_size[0] == image_size[1]),
-        ("head_dim", said.get("head_dim"), "head_dim" not in said),
+        ("image_size", content["image_size"], not dino or image_size[0] == image_size[1]),
+        ("head_dim", content.get("head_dim"), "head_dim" not in content),
     ):
         if not fine:
             raise LoadError(f"{where}: config.json says {field}={value!r}, which cannot be honoured here")
     classifies = head.startswith("For")
+    pooled = head == "Model" and f"{prefix}pooler.dense.weight" in tensors
     values = {
         "width": width,
-        "depth": said["num_hidden_layers"],
-        "heads": said["num_attention_heads"],
-        "mlp_width": _mlp_width(said) if dino else said["intermediate_size"],
-        "patch": pair(said["patch_size"]),
+        "depth": content["num_hidden_layers"],
+        "heads": content["num_attention_heads"],
+        "mlp_width": _mlp_width(content) if dino else content["intermediate_size"],
+        "patch": pair(content["patch_size"]),
         "image_size": image_size,
-        "channels": said["num_channels"],
-        "classes": _classes(said) if classifies else 0,
+        "channels": content["num_channels"],
+        "classes": _classes(content) if classifies else 0,
         "pool": "class+mean" if dino and classifies else "class",
-        "position_resize": said.get("position_resize", family.resize),
+        "position_resize": content.get("position_resize", family.resize),
         "mlp": ACTIVATIONS[activation],
-        "qkv_bias": said["qkv_bias"],
-        "norm_eps": said["layer_norm_eps"],
-        "representation": _pooler_width(said) if f"{prefix}pooler.dense.weight" in tensors else 0,
-        "dropout": said["hidden_dropout_prob"],
-        "attention_dropout": said["attention_probs_dropout_prob"],
+        "qkv_bias": content["qkv_bias"],
+        "norm_eps": content["layer_norm_eps"],
+        "representation": _pooler_width(content) if pooled else 0,
+        "dropout": content["hidden_dropout_prob"],
+        "attention_dropout": content["attention_probs_dropout_prob"],
     }
     if dino:
         values |= {
-            "layer_scale": said["layerscale_value"],
-            "drop_path": said["drop_path_rate"],
-            "mlp": "swiglu" if said["use_swiglu_ffn"] else values["mlp"],
+            "layer_scale": content["layerscale_value"],
+            "drop_path": content["drop_path_rate"],
+            "mlp": "swiglu" if content["use_swiglu_ffn"] else values["mlp"],
         }
     if kind == "dinov2_with_registers":
-        values |= {"registers": said["num_register_tokens"], "positioned_tokens": 1}
+        values |= {"registers": content["num_register_tokens"], "positioned_tokens": 1}
     if kind == "deit":
         teacher = head.endswith("WithTeacher")
         values |= {"distillation_token": teacher, "registers": 0 if teacher else 1}
     return build_config(ViTConfig, values)
 
 
-def _classes(said: Mapping[str, Any]) -> int:
+def _preprocess(
+    checkpoint: Checkpoint, family: Family, config: ViTConfig
+) -> tuple[Preprocess, tuple[str, ...]]:
+    """What preprocessor_config.json says; without one, and then as a guess, what such models usually have."""
+    preprocess = from_transformers(checkpoint.processor, family.processor)
+    if checkpoint.processor:
+        return preprocess, ()
+    mean, std = (values[: config.channels] for values in (preprocess.mean, preprocess.std))
+    usual = replace(preprocess, mean=mean, std=std).resized_to(*config.image_size)
+    return usual, (f"the preprocessing (no {PROCESSOR}: the defaults of {family.processor}ImageProcessor)",)
+
+
+def _classes(content: Mapping[str, Any]) -> int:
     """As many as have names, which is two where config.json says nothing."""
-    named = said.get("id2label")
-    return said.get("num_labels", 2) if named is None else len(named)
+    named = content.get("id2label")
+    return content.get("num_labels", 2) if named is None else len(named)
 
 
-def _pooler_width(said: Mapping[str, Any]) -> int:
-    return said.get("pooler_output_size") or said["hidden_size"]
+def _pooler_width(content: Mapping[str, Any]) -> int:
+    return content.get("pooler_output_size") or content["hidden_size"]
 
 
-def _mlp_width(said: Mapping[str, Any]) -> int:
+def _mlp_width(content: Mapping[str, Any]) -> int:
     """As DINOv2 rounds it: two thirds, to a multiple of eight, where it is gated."""
-    hidden = int(said["hidden_size"] * said["mlp_ratio"])
-    return (int(hidden * 2 / 3) + 7) // 8 * 8 if said["use_swiglu_ffn"] else hidden
+    hidden = int(content["hidden_size"] * content["mlp_ratio"])
+    return (int(hidden * 2 / 3) + 7) // 8 * 8 if content["use_swiglu_ffn"] else hidden
 
 
-def _labels(said: Mapping[str, Any]) -> tuple[str, ...]:
+def _labels(content: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the classes, unless they are only numbered."""
-    by_number = {int(number): label for number, label in (said.get("id2label") or {}).items()}
+    by_number = {int(number): label for number, label in (content.get("id2label") or {}).items()}
     labels = tuple(by_number[number] for number in range(len(by_number)))
     return () if labels == _numbered(len(labels)) else labels
 
@@ -306,7 +320,7 @@ def write(model: Model, folder: Path) -> None:
         tensors[prefix + MASK] = _no_mask(tensors[f"{prefix}embeddings.cls_token"])
     labels = model.labels or _numbered(config.classes)
     activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    said = {
+    content = {
         "architectures": [family.name + head],
         "model_type": kind,
         "hidden_size": config.width,
@@ -326,20 +340,20 @@ def write(model: Model, folder: Path) -> None:
     }
     if "dinov2" in kind:
         share = 3 / 2 if config.mlp == "swiglu" else 1
-        said |= {
+        content |= {
             "mlp_ratio": round(config.mlp_width * share / config.width),
             "use_swiglu_ffn": config.mlp == "swiglu",
             "layerscale_value": config.layer_scale,
             "drop_path_rate": config.drop_path,
         }
     else:
-        said |= {"intermediate_size": config.mlp_width}
+        content |= {"intermediate_size": config.mlp_width}
     if config.representation:
-        said |= {"pooler_output_size": config.representation}
+        content |= {"pooler_output_size": config.representation}
     if kind == "dinov2_with_registers":
-        said |= {"num_register_tokens": config.registers}
+        content |= {"num_register_tokens": config.registers}
     write_tensors(folder / WEIGHTS, tensors)
-    write_json(folder / CONFIG, said)
+    write_json(folder / CONFIG, content)
     write_json(folder / PROCESSOR, to_transformers(model.preprocess))
 
 
