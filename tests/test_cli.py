@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from PIL import Image
 import vitrail
 from vitrail import cli
 from vitrail.cli import main
+from vitrail.learn.processes import DEVICES
+from vitrail.weights.forms import FORMS
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +40,64 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+COMMANDS = ("train", "evaluate", "predict", "probe", "models", "convert", "look")
+
+
 def test_help_names_every_command() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "vitrail", "--help"], capture_output=True, text=True, check=True
     )
-    for command in ("models", "convert", "look"):
+    for command in COMMANDS:
         assert command in run.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_in_the_help_are_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    _, examples = capsys.readouterr().out.split("examples:\n")
+    for example in examples.strip().splitlines():
+        vitrail, *words = example.split()
+        assert vitrail == "vitrail"
+        found, rest = cli._parser().parse_known_args(words)
+        assert found.command
+        assert all("=" in word for word in rest)
+
+
+def test_choices_are_those_of_the_rooms() -> None:
+    assert list(cli.FORMATS) == list(FORMS)
+    assert cli.DEVICES == DEVICES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "source", "changes"),
+    [
+        ("epochs=3 --out d photos", "photos", ["epochs=3"]),
+        ("photos --out d --resume epochs=5", "photos", ["epochs=5"]),
+        ("--out d my.toml epochs=3 --strict lr=1 epochs=5", "my.toml", ["epochs=3", "lr=1", "epochs=5"]),
+        ("--resume --out d", None, []),
+    ],
+)
+def test_words_and_options_in_any_order(
+    arguments: str, source: str | None, changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(
+        "vitrail.learn.train.train", lambda *words, **options: given.extend([*words, options["out"]])
+    )
+    assert main(["train", *arguments.split()]) == 0
+    assert given == [source, changes, Path("d")]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "probe"])
+def test_judging_on_a_device(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(
+        f"vitrail.learn.{command}.{command}", lambda *_, **options: given.append(options["device"])
+    )
+    for words in ([], ["--device", "mps"]):
+        assert main([command, "model", "photos", *words]) == 0
+    assert given == ["auto", "mps"]
 
 
 def test_models_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,12 +125,31 @@ def test_convert_there_and_back(model: Path, tmp_path: Path, capsys: pytest.Capt
     assert "transformers" in capsys.readouterr().out
 
 
+def test_convert_changes_the_configuration(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["convert", str(model), str(tmp_path / "a"), "norm_eps=1e-5", "--to", "timm", "width=48"]) == 2
+    )
+    assert "width=48" in capsys.readouterr().err
+    out = tmp_path / "b"
+    assert main(["convert", str(model), str(out), "norm_eps=1e-5", "--to", "vitrail", "drop_path=0.1"]) == 0
+    config = vitrail.load(out).config
+    assert (config.norm_eps, config.drop_path) == (1e-5, 0.1)
+    for word in ("to=timm", "labels=abc", "timm"):
+        assert main(["convert", str(model), str(tmp_path / "c"), word]) == 2
+        assert f"{word!r} is no change to a configuration" in capsys.readouterr().err
+
+
 def test_look_says_and_draws(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     photos = tmp_path / "my photos"
     photos.mkdir()
     for name in ("a.png", "b.jpg"):
         Image.effect_noise((40, 30), 80).save(photos / name)
     (photos / "broken.png").write_bytes(b"no picture")
+    (photos / "__MACOSX").mkdir()
+    shutil.copy(photos / "a.png", photos / "__MACOSX" / "c.png")
+    (photos / "folder.jpg").mkdir()
     assert main(["look", str(photos), "--model", str(model), "--out", str(tmp_path / "out")]) == 2
     out, err = capsys.readouterr()
     assert "broken.png" in err
@@ -118,6 +192,36 @@ def test_bad_input_gives_one_line_and_no_traceback(
     assert run.stderr.startswith("vitrail: ")
     for word in words:
         assert word in run.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train photos more-photos",
+        "train nowhere --from run",
+        "train photos epochs",
+        "train photos =3",
+        "evaluate nowhere photos",
+        "evaluate nowhere photos --device mps",
+        "predict nowhere a.jpg --out .",
+        "predict nowhere a.jpg --out a.xlsx",
+        "probe nowhere photos",
+        "models vit-b/0",
+        "models vit-b/99999999999999999999",
+        "convert nowhere out norm_eps",
+        "convert nowhere out norm_eps=x classes=[]",
+        "look --labels nowhere",
+        "look --labels .",
+        "look --out file",
+    ],
+)
+def test_bad_input_is_answered_in_words(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments.split()) == 2
+    assert capsys.readouterr().err.startswith("vitrail: ")
 
 
 def _of_a_gpu() -> None:
@@ -206,6 +310,8 @@ def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         ["models", "--image-size", "0"],
         ["models", "--image-size", "²"],
         ["probe", "model", "pictures", "--workers", "1000000"],
+        ["evaluate", "model", "--batch", "9" * 20],
+        ["train", "photos", "--device", "cpu"],
         ["frobnicate"],
         [],
     ):
@@ -213,3 +319,25 @@ def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None
             main(arguments)
         assert left.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_two_processes_are_one_command(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(12):
+            pixels = noise.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{number}.png")
+    command = "-m torch.distributed.run --standalone --nproc-per-node=2 -m vitrail train epochs=1 batch=8"
+    small = "photos precision=float32 model=vit-ti/8 model.width=24 model.depth=1 model.heads=2 device=cpu"
+    run = subprocess.run(
+        [sys.executable, *command.split(), "--out", "run", *small.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("processes: 2 (cpu)") == run.stdout.count("best validation") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "run"]
+    assert vitrail.load(tmp_path / "run" / "best").labels == ("cat", "dog")

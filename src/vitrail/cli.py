@@ -7,8 +7,9 @@ import json
 import os
 import re
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,13 @@ if TYPE_CHECKING:
 
     from vitrail.models import Model
 
+# As vitrail.weights and vitrail.learn have them, who import torch.
 FORMATS = ("vitrail", "transformers", "timm", "torchvision", "npz")
-MOST_THREADS = 1024
+DEVICES = ("auto", "cpu", "cuda", "mps")
+MOST, MOST_THREADS = 10**9, 1024
+
+# What vitrail.weights.convert takes beside fields of the configuration.
+NO_FIELDS = {"source", "target", "to", "labels", "revision", "cache_dir", "token"}
 
 # What torch and its allocators say when memory is used up, or when more is asked for than there can be.
 OUT_OF_MEMORY = re.compile(
@@ -38,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     found, rest = parser.parse_known_args(arguments)
     options = vars(found)
-    # argparse takes words only up to the next option; changes to a recipe may come after it too.
-    if "words" in options and all("=" in word and word[0] != "-" for word in rest):
+    # argparse takes words only up to the next option; pictures and changes may come after it too.
+    if "words" in options and not any(word.startswith("-") for word in rest):
         options["words"] += rest
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -86,27 +92,49 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"vitrail {vitrail.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    train = commands.add_parser(
+    def add(name: str, run: Callable[..., int | None], what: str, more: str, *examples: str) -> Any:
+        """A command with its help: a line in the list of all, a paragraph, and what people type."""
+        command = commands.add_parser(
+            name,
+            help=what,
+            description=textwrap.fill(more, 79),
+            epilog="\n  ".join(
+                ["examples:", *(f"vitrail {name} {example}".rstrip() for example in examples)]
+            ),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(command=run)
+        return command
+
+    train = add(
         "train",
-        help="from pictures to a trained model and a report",
-        description="Trains on labelled pictures and leaves a run folder with the best model, its figures "
-        "on pictures kept apart, and report.html. What is not said is chosen, and told.",
-        epilog="Pictures: a folder with a folder for each class, a table (.csv, .parquet), IDX files, an "
-        ".npz, tar shards, a folder of datasets; without any, handwritten digits. Fields: those of a run's "
-        "recipe.toml, such as epochs=30, minutes=10, model=vit-ti/4, augment.flip=0, image_size=160.",
+        train_on,
+        "from pictures to a trained model and a report",
+        "Trains on labelled pictures and leaves a run folder with the best model, its figures on pictures "
+        "kept apart, and report.html. What is not said is chosen, and told. Pictures: a folder with a folder "
+        "for each class, a table (.csv, .parquet), IDX files, an .npz, tar shards, a folder of datasets; "
+        "without any, handwritten digits. Fields: those of a run's recipe.toml.",
+        "photos/",
+        "photos/ epochs=30 model=vit-ti/4 image_size=160 augment.flip=0",
+        "photos/ --from MODEL minutes=10 --out runs/mine",
+        "photos/ device=cpu --dry-run",
+        "--resume --out runs/mine epochs=60",
     )
-    train.add_argument("words", nargs="*", metavar="PICTURES|RECIPE.toml|FIELD=VALUE", help="see below")
+    train.add_argument("words", nargs="*", metavar="PICTURES|RECIPE.toml|FIELD=VALUE", help="in any order")
     train.add_argument("--from", dest="start", metavar="MODEL", help="fine-tune a folder, file or hub id")
     train.add_argument("--out", type=Path, metavar="DIR", help="the run folder (default: a new one in runs/)")
     train.add_argument("--resume", action="store_true", help="go on in the run folder, by default the latest")
     train.add_argument("--strict", action="store_true", help="refuse pictures that cannot be read")
     train.add_argument("--dry-run", action="store_true", help="only say what would happen, and how long")
-    train.set_defaults(command=train_on)
 
-    evaluate = commands.add_parser(
+    evaluate = add(
         "evaluate",
-        help="the figures of a model on labelled pictures",
-        description="Accuracy with its interval, figures of each class, confusion and calibration.",
+        evaluate_on,
+        "the figures of a model on labelled pictures",
+        "Accuracy with its interval, figures of each class, confusion and calibration.",
+        "runs/mine",
+        "runs/mine new/ --json --report new.html",
+        "MODEL photos/ --split val",
     )
     evaluate.add_argument("source", metavar="MODEL", help="a run folder, a folder, a file, or a hub id")
     evaluate.add_argument(
@@ -115,13 +143,15 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--split", help="test, val or train (default: the first of them that there is)")
     evaluate.add_argument("--report", type=Path, metavar="FILE", help="also write the report, as HTML")
     evaluate.add_argument("--json", dest="as_json", action="store_true", help="the figures as JSON")
-    evaluate.set_defaults(command=evaluate_on)
 
-    predict = commands.add_parser(
+    predict = add(
         "predict",
-        help="answers for any pictures, in their order",
-        description="Answers for pictures, written while they come. A file that cannot be read gets a row "
-        "that says why, and the exit code 2.",
+        predict_of,
+        "answers for any pictures, in their order",
+        "Answers for pictures, written while they come. A file that cannot be read gets a row that says why, "
+        "and the exit code 2.",
+        "runs/mine a.jpg b.jpg",
+        "MODEL photos/ --top 1 --out answers.parquet",
     )
     predict.add_argument("source", metavar="MODEL", help="a run folder, a folder, a file, or a hub id")
     predict.add_argument("pictures", nargs="+", metavar="PICTURES", help="files, or folders of them")
@@ -131,18 +161,19 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument(
         "--top", type=_count, default=5, metavar="N", help="how many classes of each (default: %(default)s)"
     )
-    predict.set_defaults(command=predict_of)
 
-    probe = commands.add_parser(
+    probe = add(
         "probe",
-        help="what a model's features are worth on pictures of one's own",
-        description="Nearest neighbours and a linear probe on frozen features: what the model knows without "
-        "being trained further.",
+        probe_on,
+        "what a model's features are worth on pictures of one's own",
+        "Nearest neighbours and a linear probe on frozen features: what the model knows without being "
+        "trained further.",
+        "MODEL photos/",
+        "MODEL photos/ --json --device cpu",
     )
     probe.add_argument("source", metavar="MODEL", help="a run folder, a folder, a file, or a hub id")
     probe.add_argument("place", metavar="PICTURES", help="labelled ones, as for train")
     probe.add_argument("--json", dest="as_json", action="store_true", help="all figures as JSON")
-    probe.set_defaults(command=probe_on)
 
     for judging in (evaluate, predict, probe):
         judging.add_argument(
@@ -158,38 +189,57 @@ def _parser() -> argparse.ArgumentParser:
             metavar="N",
             help="threads that decode (default: one for each core)",
         )
+        judging.add_argument(
+            "--device",
+            choices=DEVICES,
+            default="auto",
+            help="where it is computed (default: CUDA where there is one, else the CPU)",
+        )
 
-    models = commands.add_parser(
+    models = add(
         "models",
-        help="list the models by name, with what they cost",
-        description="Lists every model by its paper's name, with its parameters, the multiply-adds "
-        "(1 MAC is 2 FLOPs) of one image, its tokens, and the memory that all of its "
-        "attention matrices take in float32 where they are kept.",
+        list_models,
+        "list the models by name, with what they cost",
+        "Lists every model by its paper's name, with its parameters, the multiply-adds (1 MAC is 2 FLOPs) of "
+        "one image, its tokens, and the memory that all of its attention matrices take in float32 where "
+        "they are kept.",
+        "",
+        "vit-b/16 vit-s/7 --image-size 224x320 --json",
     )
     models.add_argument("names", nargs="*", metavar="NAME", help="only these (any patch size works)")
     models.add_argument("--image-size", type=_size, metavar="N|HxW", help="instead of the papers'")
     models.add_argument("--json", dest="as_json", action="store_true", help="one JSON object a line")
-    models.set_defaults(command=list_models)
 
-    convert = commands.add_parser(
+    convert = add(
         "convert",
-        help="rewrite weights in the form of another library",
-        description="Reads weights of any form that vitrail.load reads and writes them for another "
-        "library, with configuration, preprocessing and labels. Nothing is dropped: what the other "
-        "form cannot say is refused.",
+        convert_weights,
+        "rewrite weights in the form of another library",
+        "Reads weights of any form that vitrail.load reads and writes them for another library, with "
+        "configuration, preprocessing and labels. Nothing is dropped: what the other form cannot say is "
+        "refused, unless a field of the configuration is changed on the way.",
+        "runs/mine out --to transformers",
+        "google/vit-base-patch16-224 vit.pth --to torchvision norm_eps=1e-6",
     )
     convert.add_argument("source", metavar="IN", help="a run folder, a folder, a file, or a hub id")
     convert.add_argument("target", metavar="OUT", help="a new folder, or a file for torchvision, npz")
-    convert.add_argument("--to", choices=FORMATS, default="vitrail", help="default: %(default)s")
-    convert.set_defaults(command=convert_weights)
-
-    look = commands.add_parser(
-        "look",
-        help="classify pictures and show what the model looks at",
-        description="Classifies pictures, prints the likeliest classes and where the last layer "
-        "looks, and draws the attention of every layer over each picture.",
+    convert.add_argument(
+        "words", nargs="*", metavar="FIELD=VALUE", help="changes to the configuration, as vitrail.load takes"
     )
-    look.add_argument("pictures", nargs="*", help="files or folders; without any, drawn shapes")
+    convert.add_argument("--to", choices=FORMATS, default="vitrail", help="default: %(default)s")
+
+    look = add(
+        "look",
+        look_at,
+        "classify pictures and show what the model looks at",
+        "Classifies pictures, prints the likeliest classes and where the last layer looks, and draws the "
+        "attention of every layer over each picture.",
+        "",
+        "photos/ --model runs/mine --out looks",
+        "goat.jpg --model MODEL --labels names.txt --top 3",
+    )
+    look.add_argument(
+        "pictures", nargs="*", metavar="PICTURES", help="files or folders; without any, drawn shapes"
+    )
     look.add_argument(
         "--model",
         default="vit-ti/16",
@@ -207,7 +257,6 @@ def _parser() -> argparse.ArgumentParser:
         "--top", type=_count, default=5, metavar="N", help="how many classes to print (default: %(default)s)"
     )
     look.add_argument("--out", type=Path, default=Path("looks"), metavar="DIR", help="default: %(default)s")
-    look.set_defaults(command=look_at)
     return parser
 
 
@@ -220,8 +269,8 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; write 1 or more")
+    if not text.isdecimal() or not 1 <= int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; write 1 to {MOST}")
     return int(text)
 
 
@@ -261,33 +310,40 @@ def evaluate_on(
     as_json: bool,
     batch: int,
     workers: int | None,
+    device: str,
 ) -> None:
     """`vitrail evaluate`: figures, as a table or JSON."""
     from vitrail.learn.evaluate import evaluate
     from vitrail.learn.measure import table
 
-    figures = evaluate(source, place, split=split, batch=batch, workers=workers, report=report)
+    figures = evaluate(source, place, split=split, batch=batch, workers=workers, device=device, report=report)
     if figures is not None:
         print(json.dumps(figures.to_dict()) if as_json else table(figures))
 
 
 def predict_of(
-    source: str, pictures: Sequence[str], out: str, top: int, batch: int, workers: int | None
+    source: str,
+    pictures: Sequence[str],
+    out: str,
+    top: int,
+    batch: int,
+    workers: int | None,
+    device: str,
 ) -> int:
     """`vitrail predict`: a row for each picture."""
     from vitrail.learn.predict import predict
 
-    unread = predict(source, pictures, out, top=top, batch=batch, workers=workers)
+    unread = predict(source, pictures, out, top=top, batch=batch, workers=workers, device=device)
     if unread:
         _complain(f"{unread:,} of the pictures could not be read; their rows say why, as error")
     return 2 if unread else 0
 
 
-def probe_on(source: str, place: str, as_json: bool, batch: int, workers: int | None) -> None:
+def probe_on(source: str, place: str, as_json: bool, batch: int, workers: int | None, device: str) -> None:
     """`vitrail probe`: what frozen features are worth."""
     from vitrail.learn.probe import probe
 
-    found = probe(source, place, batch=batch, workers=workers)
+    found = probe(source, place, batch=batch, workers=workers, device=device)
     if found is not None:
         print(json.dumps(found.to_dict()) if as_json else found)
 
@@ -329,12 +385,19 @@ def list_models(names: Sequence[str], image_size: tuple[int, int] | None, as_jso
             print(f"  {what:<24}{_bytes(memory):>12}")
 
 
-def convert_weights(source: str, target: str, to: str) -> None:
-    """`vitrail convert`: weights in, weights out."""
-    from vitrail.learn.evaluate import weights_in
+def convert_weights(source: str, target: str, words: Sequence[str], to: str) -> None:
+    """`vitrail convert`: weights in, weights out; the words change the configuration."""
+    from vitrail.learn.recipe import changes
+    from vitrail.learn.state import weights_in
     from vitrail.weights import convert
 
-    convert(weights_in(source), target, to=to)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not equals or name in NO_FIELDS:
+            raise ValueError(
+                f"{word!r} is no change to a configuration; write field=value, as in norm_eps=1e-6"
+            )
+    convert(weights_in(source), target, to=to, **changes(words))
     print(f"{source} → {target} ({to})")
 
 
@@ -343,13 +406,13 @@ def look_at(pictures: Sequence[str], model: str, labels: Path | None, top: int, 
     import torch
 
     from vitrail.data.pictures import PictureError
-    from vitrail.data.readers.found import reading
+    from vitrail.data.readers.found import expanded, reading
     from vitrail.data.samples import shapes
     from vitrail.look import as_text, overlay, record, sheet
 
     net, random = _model(model)
     net.eval()
-    images: dict[str, Any] = {str(path): path for path in _files(pictures)} or shapes()
+    images: dict[str, Any] = {path: path for path in expanded(pictures)} or shapes()
     print(f"{model}: {sum(p.numel() for p in net.parameters()):,} parameters")
     if labels:
         with reading(labels):
@@ -407,30 +470,11 @@ def _answers(model: Model, logits: Tensor, top: int) -> list[str]:
 def _model(name: str) -> tuple[Model, bool]:
     """The model of that name or place, and whether its weights are random."""
     from vitrail import models
-    from vitrail.learn.evaluate import weights_in
+    from vitrail.learn.state import weights_in
 
     if not Path(name).exists() and name.rpartition("/")[0].lower() in models.TABLE:
         return models.create(name), True
     return vitrail.load(weights_in(name)), False
-
-
-def _files(pictures: Iterable[str]) -> list[Path]:
-    """The files that were named, and all pictures in folders that were."""
-    from PIL import Image
-
-    endings = Image.registered_extensions()
-    files: list[Path] = []
-    for path in map(Path, pictures):
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix.lower() in endings)
-            if not found:
-                raise ValueError(f"{path} holds no pictures")
-            files += found
-        elif path.exists():
-            files.append(path)
-        else:
-            raise ValueError(f"{path} does not exist; give picture files, or folders of them")
-    return files
 
 
 def _bytes(count: int) -> str:
