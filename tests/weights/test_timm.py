@@ -370,7 +370,7 @@ def test_every_architecture_is_the_same_or_refused(architecture: str, tmp_path: 
 
 
 def test_most_of_them_are_read() -> None:
-    assert sum(bool(KNOWN.fullmatch(name)) for name in KIN) >= 116
+    assert sum(bool(KNOWN.fullmatch(name)) for name in KIN) >= 142
 
 
 @pytest.mark.parametrize(
