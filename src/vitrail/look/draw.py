@@ -36,11 +36,22 @@ def stretched(seen: Tensor) -> Tensor:
     return ((seen - low) / (high - low)).clamp(0, 1) if high > low else torch.zeros_like(seen)
 
 
-def overlay(picture: Image.Image, seen: Tensor, *, strength: float = 0.6) -> Image.Image:
-    """A map (rows, columns) over the picture that the model was given: preprocess.picture(input)."""
+def overlay(
+    picture: Image.Image, seen: Tensor, *, patch: tuple[int, int] | None = None, strength: float = 0.6
+) -> Image.Image:
+    """A map (rows, columns) over the picture that the model was given: preprocess.picture(input).
+
+    patch: height and width of one cell in pixels of the picture, where cells do not fill it: the last ones
+    reach beyond its edge, or leave a rest that is not covered. Without it they fill the picture.
+    """
+    whole = picture.convert("RGB")
     grey = Image.fromarray((stretched(seen).numpy() * 255).astype(np.uint8))
-    soft = grey.resize(picture.size, Image.Resampling.BICUBIC)
-    return Image.blend(picture.convert("RGB"), Image.fromarray(colour(np.asarray(soft) / 255)), strength)
+    size = (grey.width * patch[1], grey.height * patch[0]) if patch else whole.size
+    covered = (0, 0, min(size[0], whole.width), min(size[1], whole.height))
+    soft = grey.resize(size, Image.Resampling.BICUBIC).crop(covered)
+    coloured = Image.fromarray(colour(np.asarray(soft) / 255))
+    whole.paste(Image.blend(whole.crop(covered), coloured, strength))
+    return whole
 
 
 def sheet(title: str, pictures: Sequence[tuple[str, Image.Image]]) -> Image.Image:
