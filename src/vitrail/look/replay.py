@@ -7,28 +7,40 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from inspect import isfunction
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.look.seen import Recording
-from vitrail.look.taps import watched
+from vitrail.look.taps import Watcher, watched
+
+T = TypeVar("T")
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile(module) or module.compile() made it what it is."""
+    """Whether torch.compile(module) or module.compile() made it what it is, or any method of it."""
     if isinstance(call := module._compiled_call_impl, _Replay):
         call = call.before
-    return hasattr(module, "_orig_mod") or call is not None
+    if hasattr(module, "_orig_mod") or call is not None:
+        return True
+    holders = (module, *type(module).__mro__)
+    methods = (thing for holder in holders for thing in vars(holder).values() if isfunction(thing))
+    return any(
+        # What torch._dynamo.disable makes has the one, too.
+        hasattr(method, "_torchdynamo_orig_callable") and not hasattr(method, "_torchdynamo_disable")
+        for method in methods
+    )
 
 
 def _is_closed(module: nn.Module) -> bool:
     """Whether the module, once watched, would take another path with other rounding."""
-    own_kernel = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-    return _is_compiled(module) or isinstance(module, own_kernel)
+    return _is_compiled(module) or isinstance(module, OWN_KERNEL)
+
+
+OWN_KERNEL = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 def closed_parts(module: nn.Module, chosen: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
@@ -46,59 +58,128 @@ class _Replay:
     Looking into compiled code would mean to compile other code, whose answers round otherwise.
     """
 
+    is_open = False  # while any part runs once more: the parts in it are then open, too
+
     def __init__(self, part: nn.Module) -> None:
         self.part = part
         self.before: Callable[..., Any] | None = vars(part).get(_place_of(part))
         self.unwatched: Callable[..., Any] = self.before or part._call_impl
         self.plain: Callable[..., Any] = getattr(part, "_orig_mod", part._call_impl)
         self.is_compiled = any(map(_is_compiled, part.modules()))
+        self.own_kernels = [module for module in part.modules() if isinstance(module, OWN_KERNEL)]
         self.gpus = sorted({x.device.index for x in part.parameters() if x.is_cuda})
-        self.watchers: list[tuple[Mapping[nn.Module, str], Recording]] = []
+        self.watchers: list[Watcher] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         here = threading.get_ident()
-        watchers = [watcher for watcher in self.watchers if watcher[1].thread == here]
+        watchers = [watcher for watcher in self.watchers if watcher.recording.thread == here]
         # The switches below are the whole process's, so all that they could touch waits.
         with _replays, ExitStack() as stack:
-            if not watchers:
+            # A backward that runs checkpointed layers again is no second call of them.
+            if not watchers or _Replay.is_open or torch._C._current_graph_task_id() != -1:
                 return self.unwatched(*args, **kwargs)
-            if self.part.training and not self.is_compiled:  # torch takes the open path by itself
+            # In training torch's own modules take the open path by themselves.
+            if not self.is_compiled and all(module.training for module in self.own_kernels):
                 for watcher in watchers:
-                    stack.enter_context(watched(self.part.modules(), *watcher))
+                    stack.enter_context(watched(self.part.modules(), watcher))
                 return self.unwatched(*args, **kwargs)
-            # What the call changes besides its output (inputs, caches, batch statistics, random
-            # numbers) must change once.
-            again = _spare((args, kwargs))
+            world = _attempt(watchers, lambda: _spare((args, kwargs, _attributes(self.part)), {}))
             output = self.unwatched(*args, **kwargs)
-            buffers = [(buffer, buffer.clone()) for buffer in self.part.buffers()]
+            if world is not None:
+                _attempt(watchers, lambda: self._again(watchers, *world))
+            return output
+
+    def _again(
+        self,
+        watchers: list[Watcher],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        attributes: Mapping[nn.Module, dict[str, Any]],
+    ) -> None:
+        """Runs the part open and watched, in a world of copies as it was before the call.
+
+        What a call changes besides its output (inputs, caches, batch statistics, counters, random
+        numbers) changes once; and nothing is written that a backward still has to read.
+        """
+        with ExitStack() as stack:
             for context in (
                 torch.compiler.set_stance("force_eager"),
                 torch.random.fork_rng(self.gpus),
                 torch.no_grad(),
                 _without_fast_path(),
-                *(watched(self.part.modules(), *watcher) for watcher in watchers),
+                _with_attributes(attributes),
+                *(watched(self.part.modules(), watcher) for watcher in watchers),
             ):
                 stack.enter_context(context)
-            self.plain(*again[0], **again[1])
-            for buffer, kept in buffers:
-                buffer.copy_(kept)
-            return output
+            _Replay.is_open = True
+            try:
+                self.plain(*args, **kwargs)
+            finally:
+                _Replay.is_open = False
 
 
-def _spare(value: Any) -> Any:
-    """A copy that shares no tensor with the value, through containers and objects such as caches."""
+def _attempt(watchers: list[Watcher], step: Callable[[], T]) -> T | None:
+    """A step of looking; if it fails, whoever looks is told, and the model goes on."""
+    try:
+        return step()
+    except Exception as error:
+        for watcher in watchers:
+            watcher.recording.fail(error)
+        return None
+
+
+def _attributes(part: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """Module → its attributes, buffers and counters among them, for all modules of a part."""
+    return {module: vars(module) for module in part.modules()}
+
+
+@contextmanager
+def _with_attributes(attributes: Mapping[nn.Module, dict[str, Any]]) -> Iterator[None]:
+    """Modules have these attributes while it lasts, and then the very ones that they had before."""
+    before = {module: vars(module) for module in attributes}
+    try:
+        for module, others in attributes.items():
+            object.__setattr__(module, "__dict__", others)
+        yield
+    finally:
+        for module, own in before.items():
+            object.__setattr__(module, "__dict__", own)
+
+
+def _spare(value: Any, copies: dict[int, Any]) -> Any:
+    """A copy that shares no tensor with the value, through containers and objects such as caches.
+
+    Modules and their parameters stay what they are. copies: by the id of what has been copied, so that
+    one thing in two places, or within itself, is one thing in the copy.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, nn.Module | nn.Parameter | type) or callable(value):
+        return value
+    if isinstance(value, tuple):
+        items = [_spare(item, copies) for item in value]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else tuple.__new__(type(value), items)
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _spare(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = map(_spare, value)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
+        copies[id(value)] = value.detach().clone()
+        return copies[id(value)]
+    if not isinstance(value, dict | list | set) and not hasattr(value, "__dict__"):
+        return value
+    try:
         twin = copy.copy(value)
-        vars(twin).update(_spare(vars(value)))
-        return twin
-    return value
+    except Exception:  # a lock, a handle, a process group: there is but one
+        twin = value
+    copies[id(value)] = twin
+    if twin is value:
+        return value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            dict.__setitem__(twin, key, _spare(item, copies))
+    elif isinstance(value, list):
+        twin[:] = [_spare(item, copies) for item in value]
+    if hasattr(value, "__dict__"):
+        vars(twin).update({name: _spare(item, copies) for name, item in vars(value).items()})
+    return twin
 
 
 def _place_of(part: nn.Module) -> str:
@@ -110,9 +191,8 @@ _replays = threading.RLock()
 
 
 @contextmanager
-def replayed(part: nn.Module, chosen: Mapping[nn.Module, str], recording: Recording) -> Iterator[None]:
+def replayed(part: nn.Module, watcher: Watcher) -> Iterator[None]:
     """A _Replay in the part's place, shared by all recordings of it and gone with the last of them."""
-    watcher = chosen, recording
     with _replays:
         place = _place_of(part)
         replay = vars(part).get(place)

@@ -51,17 +51,20 @@ class Recording(Mapping[str, Seen]):
     def __init__(self, chosen: Iterable[str], every_call: bool) -> None:
         self.chosen = tuple(chosen)
         self.every_call = every_call
-        self.grid: Grid | None = None
+        self.errors: list[str] = []  # what went wrong in looking, which no forward is to suffer from
         self.thread = threading.get_ident()
         self._calls: dict[str, list[Seen]] = {}
 
-    def add(self, name: str, weights: Tensor) -> None:
+    def add(self, name: str, weights: Tensor, grid: Grid | None) -> None:
         """Keeps the weights (…, queries, keys) of a call, with batch and heads before them."""
         while weights.ndim < 4:
             weights = weights[None] if weights.ndim == 2 else weights[:, None]
-        fits = self.grid is not None and math.prod(self.grid) <= weights.shape[-1]
-        call = Seen(name, weights.detach(), self.grid if fits else None)
+        call = Seen(name, weights.detach(), grid)
         self._calls[name] = [*(self._calls.get(name, []) if self.every_call else []), call]
+
+    def fail(self, error: Exception) -> None:
+        """Keeps why something could not be seen, in words: the error itself would hold on to tensors."""
+        self.errors.append(f"{type(error).__name__}: {error}")
 
     def calls(self, name: str) -> list[Seen]:
         """All calls of a layer that were kept, oldest first: one, unless record(…, every_call=True)."""
@@ -73,7 +76,7 @@ class Recording(Mapping[str, Seen]):
 
     def __getitem__(self, layer: str | int) -> Seen:
         """By name, or by number among the layers that have run."""
-        return self.calls(list(self)[layer] if isinstance(layer, int) else layer)[-1]
+        return self.calls(layer if isinstance(layer, str) else list(self)[layer])[-1]
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.chosen if name in self._calls)

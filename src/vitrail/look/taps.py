@@ -7,48 +7,86 @@ model's that calls scaled_dot_product_attention or a softmax are seen by this on
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.attention import align, attend, attention_weights, weigh
+from vitrail.look.grids import Grids
 from vitrail.look.seen import Recording
-from vitrail.tokens import Grid, Tokens
+
+
+class Watcher(NamedTuple):
+    """Who looks: at which modules, under which names, and where it is kept."""
+
+    chosen: Mapping[nn.Module, str]
+    recording: Recording
+    grids: Grids
 
 
 class Tap(TorchFunctionMode):
-    """While on, hands the weights behind every call of a function in WEIGHTS_OF to the recording."""
+    """While on, keeps the weights behind every call of a function in WEIGHTS_OF, for the recording.
 
-    def __init__(self, name: str, recording: Recording) -> None:
+    A softmax need not be attention: a layer may also have gates. So of all that one run of the layer
+    computes, a function of attention counts more than a softmax, and one of heads more than one without.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, recording: Recording, grids: Grids) -> None:
         super().__init__()
+        self.layer = layer
         self.name = name
         self.recording = recording
+        self.grids = grids
+        self.rank = 0.0
+        self.kept: list[Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if torch.compiler.is_compiling():  # a function of the layer's own, which is to stay as it is
+            return result
         # A backward that runs checkpointed layers again is no second call of them.
         if func in WEIGHTS_OF and torch._C._current_graph_task_id() == -1:
-            with torch.no_grad(), torch._C.DisableTorchFunction():  # no tap is to see this
-                weights = WEIGHTS_OF[func](result, *args, **kwargs)
+            try:
+                with torch.no_grad(), torch._C.DisableTorchFunction():  # no tap is to see this
+                    weights = WEIGHTS_OF[func](result, *args, **kwargs)
+            except Exception as error:
+                self.recording.fail(error)
+                weights = None
             if weights is not None:
-                self.recording.add(self.name, weights)
+                self._keep(weights, weights.ndim if WEIGHTS_OF[func] is _of_softmax else math.inf)
         return result
+
+    def _keep(self, weights: Tensor, rank: float) -> None:
+        if rank < self.rank:
+            return
+        if rank > self.rank or not self.recording.every_call:
+            self.kept.clear()
+        self.rank = rank
+        self.kept.append(weights)
+
+    def hand_over(self) -> None:
+        """Gives the recording what was kept of this run of the layer."""
+        for weights in self.kept:
+            self.recording.add(self.name, weights, self.grids.of(self.layer, weights.shape[-1]))
+        self.rank = 0.0
+        self.kept.clear()
 
 
 @contextmanager
-def watched(
-    modules: Iterable[nn.Module], chosen: Mapping[nn.Module, str], recording: Recording
-) -> Iterator[None]:
+def watched(modules: Iterable[nn.Module], watcher: Watcher) -> Iterator[None]:
     """Hooks on modules: a tap is on while a chosen one runs; the others tell of grids."""
+    chosen, recording, grids = watcher
     opened: list[Tap] = []  # innermost last
     handles = []
 
@@ -58,19 +96,20 @@ def watched(
 
     def close_tap(tap: Tap) -> None:
         if threading.get_ident() == recording.thread and opened[-1:] == [tap]:
-            opened.pop().__exit__(None, None, None)
+            close_last()
+
+    def close_last() -> None:
+        tap = opened.pop()
+        tap.__exit__(None, None, None)
+        tap.hand_over()
 
     def note_grid(module: nn.Module, _: Any, output: Any) -> None:
-        if threading.get_ident() != recording.thread:
-            return
-        if isinstance(output, Tokens):
-            recording.grid = output.grid
-        elif isinstance(module, nn.Conv2d) and module.kernel_size == module.stride != (1, 1):
-            recording.grid = Grid(*output.shape[-2:])  # how foreign models cut patches
+        if threading.get_ident() == recording.thread:
+            grids.listen(module, output)
 
     for module in modules:
         if module in chosen:
-            tap = Tap(chosen[module], recording)
+            tap = Tap(module, chosen[module], recording, grids)
             handles += [
                 module.register_forward_pre_hook(lambda *_, tap=tap: open_tap(tap)),
                 module.register_forward_hook(lambda *_, tap=tap: close_tap(tap), always_call=True),
@@ -81,7 +120,7 @@ def watched(
         yield
     finally:
         while opened:  # torch calls no hook after KeyboardInterrupt
-            opened.pop().__exit__(None, None, None)
+            close_last()
         for handle in handles:
             handle.remove()
 
@@ -117,12 +156,28 @@ def _of_torch(
 
 def _of_torch_multihead(_: Any, *args: Any, **kwargs: Any) -> Tensor:
     asked = {"need_weights": True, "average_attn_weights": False, "training": False}
-    _, weights = F.multi_head_attention_forward(*args, **{**kwargs, **asked})
-    assert weights is not None
+    with _Scores() as seen:
+        _, rounded = F.multi_head_attention_forward(*args, **{**kwargs, **asked})
+    assert rounded is not None
+    scores = seen.scores.to(torch.promote_types(seen.scores.dtype, torch.float32))
+    weights = weigh(scores).view(rounded.shape)
     return weights if weights.ndim == 4 else weights[None]  # one example comes without its batch
 
 
-def _of_softmax(result: Tensor, scores: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:
+class _Scores(TorchDispatchMode):
+    """Keeps what goes into a softmax, which torch rounds to half precision, and makes NaN of blind rows."""
+
+    scores: Tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._softmax.default:
+            self.scores = args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _of_softmax(result: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:
     if result.ndim < 3 or dim not in (-1, result.ndim - 1):
         return None  # not over the keys of queries
     return result.to(torch.promote_types(result.dtype, torch.float32), copy=True)
