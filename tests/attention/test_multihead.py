@@ -173,11 +173,12 @@ def test_qk_norm_makes_heads_deaf_to_length() -> None:
 
 
 def test_a_padded_example_answers_as_if_alone() -> None:
-    ours, _ = pair()
+    ours, theirs = pair()
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     padding = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
     together = ours(x, padding=padding)
-    assert distance(together[1:, :3], ours(x[1:, :3])) < 1e-12
+    alone = x[1:, :3]
+    assert distance(together[1:, :3], theirs(alone, alone, alone)[0]) < 1e-12
 
 
 def test_an_example_of_nothing_but_padding_is_the_output_bias() -> None:
@@ -202,10 +203,10 @@ def test_dropout_is_for_training_only() -> None:
 @pytest.mark.parametrize("sizes", [[1] * 9, [4, 1, 3, 1], [9], [2, 7]], ids=str)
 @torch.no_grad()
 def test_decoding_with_a_cache_is_the_causal_forward(sizes: list[int]) -> None:
-    ours, _ = pair()
+    ours, theirs = pair()
     x = torch.randn(BATCH, 9, WIDTH, dtype=torch.float64)
     given = x.clone()
-    whole = ours(x, causal=True)
+    whole, _ = theirs(x, x, x, attn_mask=torch.ones(9, 9, dtype=torch.bool).triu(1))
     cache = KeyValueCache()
     pieces = [ours(chunk, causal=True, cache=cache) for chunk in x.split(sizes, 1)]
     assert distance(torch.cat(pieces, 1), whole) < 1e-12
@@ -217,22 +218,24 @@ def test_decoding_with_a_cache_is_the_causal_forward(sizes: list[int]) -> None:
 
 @torch.no_grad()
 def test_decoding_with_padding_is_the_padded_forward() -> None:
-    ours, _ = pair()
+    ours, theirs = pair()
     x = torch.randn(BATCH, 6, WIDTH, dtype=torch.float64)
     padding = torch.arange(6) >= torch.tensor([[0], [2]])  # shorter prompts are padded at the left
-    whole = ours(x, causal=True, padding=padding)
+    later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    whole, _ = theirs(x, x, x, attn_mask=later, key_padding_mask=~padding, need_weights=False)
     cache = KeyValueCache()
     for t in range(6):
         step = ours(x[:, t : t + 1], causal=True, padding=padding[:, : t + 1], cache=cache)
-        torch.testing.assert_close(step, whole[:, t : t + 1])
+        real = padding[:, t]
+        torch.testing.assert_close(step[real, 0], whole[real, t])
 
 
 @torch.no_grad()
 def test_keys_of_cross_attention_are_made_once() -> None:
-    ours, _ = pair()
+    ours, theirs = pair()
     x = torch.randn(BATCH, 4, WIDTH, dtype=torch.float64)
     memory = torch.randn(BATCH, KEYS, WIDTH, dtype=torch.float64)
-    whole = ours(x, memory)
+    whole, _ = theirs(x, memory, memory)
     made = []
     for layer in (ours.key, ours.value):
         layer.register_forward_hook(lambda layer, *_: made.append(layer))

@@ -37,7 +37,8 @@ def record(
     (compiled, or one of torch's own Transformer modules) runs as it is, and once more uncompiled for
     its weights; in training, dropout is then not the same in both. Call the very model that is given
     here, compiled or not. Wrappers (torch.compile, DistributedDataParallel) do not show in the names.
-    Only the thread that opened the context is recorded.
+    Only the thread that opened the context is recorded. What could not be seen is told of in the end, by
+    a warning; looking fails no forward.
     """
     chosen = _choose(model, layers)
     recording = Recording(chosen.values(), every_call)
