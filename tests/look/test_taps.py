@@ -318,6 +318,9 @@ class GatedAttention(nn.Module):
         early = self.gate(x).softmax(-1)
         if self.how == "kernel":
             mixed = F.scaled_dot_product_attention(heads, heads, heads)
+        elif self.how == "one matrix for all heads":
+            flat = heads.flatten(0, 1)
+            mixed = (torch.bmm(flat, flat.mT) / 2).softmax(-1).bmm(flat).view_as(heads)
         else:
             mixed = (heads @ heads.mT / 2).softmax(-1) @ heads
         late = self.gate(x).softmax(-1)
@@ -325,7 +328,7 @@ class GatedAttention(nn.Module):
 
 
 @pytest.mark.parametrize("every_call", [False, True])
-@pytest.mark.parametrize("how", ["kernel", "softmax"])
+@pytest.mark.parametrize("how", ["kernel", "softmax", "one matrix for all heads"])
 def test_a_gate_is_no_attention(how: str, every_call: bool) -> None:
     layer, x = GatedAttention(how), torch.randn(2, 5, 8)
     plain = layer(x)
@@ -335,7 +338,7 @@ def test_a_gate_is_no_attention(how: str, every_call: bool) -> None:
     assert len(seen.calls("")) == 1 + every_call
     heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
     for call in seen.calls(""):
-        assert distance(call.weights, (heads @ heads.mT / 2).softmax(-1)) < 1e-6
+        assert distance(call.weights.view(2, 2, 5, 5), (heads @ heads.mT / 2).softmax(-1)) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -36,7 +37,8 @@ class Tap(TorchFunctionMode):
     """While on, keeps the weights behind every call of a function in WEIGHTS_OF, for the recording.
 
     A softmax need not be attention: a layer may also have gates. So of all that one run of the layer
-    computes, a function of attention counts more than a softmax, and one of heads more than one without.
+    computes, a function of attention counts more than a softmax, one of heads more than one without, and
+    one of numbers that come straight out of a linear map, which compares nothing, least.
     """
 
     def __init__(self, layer: nn.Module, name: str, recording: Recording, grids: Grids) -> None:
@@ -47,6 +49,9 @@ class Tap(TorchFunctionMode):
         self.grids = grids
         self.rank = 0.0
         self.kept: list[Tensor] = []
+        self.mapped: Callable[[], Tensor | None] = lambda: (
+            None
+        )  # what the last linear map gave, while it lives
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -55,6 +60,8 @@ class Tap(TorchFunctionMode):
         result = func(*args, **kwargs)
         if torch.compiler.is_compiling():  # a function of the layer's own, which is to stay as it is
             return result
+        if func is F.linear:
+            self.mapped = weakref.ref(result)
         # A backward that runs checkpointed layers again is no second call of them.
         if func in WEIGHTS_OF and torch._C._current_graph_task_id() == -1:
             try:
@@ -64,7 +71,11 @@ class Tap(TorchFunctionMode):
                 self.recording.fail(error)
                 weights = None
             if weights is not None:
-                self._keep(weights, weights.ndim if WEIGHTS_OF[func] is _of_softmax else math.inf)
+                rank: float = math.inf
+                if WEIGHTS_OF[func] is _of_softmax:
+                    scores = args[0] if args else kwargs["input"]
+                    rank = 0 if scores is self.mapped() else weights.ndim
+                self._keep(weights, rank)
         return result
 
     def _keep(self, weights: Tensor, rank: float) -> None:
