@@ -448,7 +448,7 @@ def look_at(pictures: Sequence[str], model: str, labels: Path | None, top: int, 
         drawn += [
             (
                 f"{layer.removesuffix('.attention')}  {seen.min():.1%} to {seen.max():.1%}",
-                overlay(picture, seen),
+                overlay(picture, seen, patch=net.config.patch),
             )
             for layer, seen in maps.items()
         ]

@@ -270,10 +270,15 @@ def _cases(title: str, text: str, cases: Sequence[Case], model: Model, pictures:
     shown = []
     for row, case in enumerate(cases):
         picture = _enlarged(model.preprocess.picture(inputs[row]))
+        times = picture.width // inputs.shape[-1]
+        patch = (model.config.patch[0] * times, model.config.patch[1] * times)
         name = escape(case.name)
         images = [(picture, f"{name}, a {escape(case.truth)}")]
         images += [
-            (overlay(picture, each[row]), f"The attention of the last layer, most of it {_where(each[row])}")
+            (
+                overlay(picture, each[row], patch=patch),
+                f"The attention of the last layer, most of it {_where(each[row])}",
+            )
             for each in maps
         ]
         drawn = "".join(
