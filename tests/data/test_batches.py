@@ -161,13 +161,6 @@ def test_an_epoch_has_each_picture_at_most_once_and_whole_batches():
     assert orders[0] != orders[1]
 
 
-def test_whoever_starts_in_the_middle_gets_the_rest():
-    store = varied(24)
-    whole = list(trained_on(store, seed=5).epoch(3))
-    same(trained_on(varied(24), seed=5).epoch(3, start=2), whole[2:])
-    assert list(trained_on(store, seed=5).epoch(3, start=6)) == []
-
-
 @pytest.mark.parametrize("memory", [0, 7 * 10 * 10 * 3])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_neither_memory_nor_threads_change_anything(memory, workers):

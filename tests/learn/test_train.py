@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from PIL import Image
 
 import vitrail
 from compare import same
 from learning import digits
 from vitrail.data.preprocess import Preprocess
 from vitrail.learn import fit
+from vitrail.learn.evaluate import evaluate
 from vitrail.learn.fit import Stopped
 from vitrail.learn.state import STATES, read_lines, read_state
 from vitrail.learn.train import train
@@ -268,7 +270,7 @@ def test_the_same_command_begins_and_goes_on(
     train("few.npz", asked, out=run, resume=True)
     assert (run / "recipe.toml").read_text() == before
     said = capsys.readouterr().out
-    assert "epochs are what fitted into the minutes when it was begun" in said
+    assert "epochs, as minutes count when a run begins" in said
     assert "measured" not in said
 
 
@@ -318,3 +320,48 @@ def test_a_written_recipe_trains_the_same_again(place: Path, pictures: str) -> N
     assert one is not None
     assert two is not None
     assert all(same(one.tensors[name], two.tensors[name]) for name in one.tensors)
+
+
+def test_a_recipe_goes_on_as_its_file_says_now(place: Path, pictures: str) -> None:
+    """The same command begins and goes on; another seed is another run; minutes count at the beginning."""
+    text = f'preset = "small"\ndata = "{pictures}"\nbatch = 32\nepochs = 1.0\nprecision = "auto"\n'
+    model = '\n[model]\nname = "vit-ti/4"\nwidth = 16\ndepth = 1\nheads = 2\nmlp_width = 32\n'
+    recipe = place / "mine.toml"
+    recipe.write_text(text + model)
+    for epochs, steps in ((1.0, 2), (2.0, 4)):
+        recipe.write_text(text.replace("epochs = 1.0", f"epochs = {epochs}") + model)
+        run = train(str(recipe), out=place / "run", resume=True)
+        assert run is not None
+        state = read_state(run)
+        assert state is not None
+        assert state.facts["step"] == steps
+    recipe.write_text(f"seed = 1\n{text}{model}")
+    with pytest.raises(ValueError, match="was begun with seed=0, not 1"):
+        train(str(recipe), out=place / "run", resume=True)
+
+
+def test_a_table_of_full_paths_is_the_same_from_anywhere(
+    place: Path, pictures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its names begin with the folder's full path, whether the folder was named by it or not."""
+    (place / "photos").mkdir()
+    rows = ["path,label"]
+    with np.load(pictures) as found:
+        for number, (pixels, label) in enumerate(
+            zip(found["images"][:60], found["labels"][:60], strict=True)
+        ):
+            file = place / "photos" / f"{number}.png"
+            Image.fromarray(pixels).save(file)
+            rows.append(f"{file},{label}")
+    (place / "photos" / "labels.csv").write_text("\n".join(rows))
+    run = train("photos/labels.csv", [*SMALL, "epochs=1"], out=place / "run")
+    monkeypatch.chdir("/")
+    assert train(out=run, assignments=["epochs=2"], resume=True) == run
+    assert evaluate(str(place / "run" / "best" / "model.safetensors")) is not None
+
+
+def test_what_has_no_training_pictures_says_so(place: Path, pictures: str) -> None:
+    with np.load(pictures) as found:
+        np.savez(place / "x.npz", x_test=found["images"], y_test=found["labels"])
+    with pytest.raises(ValueError, match=r"x\.npz has no training pictures, only test"):
+        train("x.npz", [*SMALL, "test=0"])

@@ -169,10 +169,10 @@ class Loader:
             return max(1, len(self.used) // self.batch)
         return -(-len(self._order(0)) // self.share)
 
-    def epoch(self, epoch: int = 0, start: int = 0) -> Generator[Batch, None, None]:
-        """The batches of an epoch, from step `start` on."""
+    def epoch(self, epoch: int = 0) -> Generator[Batch, None, None]:
+        """The batches of an epoch."""
         first = epoch * len(self)
-        return self._made(range(first + start, first + len(self)))
+        return self._made(range(first, first + len(self)))
 
     def stream(self, step: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch after another, without end; steps count from the first of epoch 0."""

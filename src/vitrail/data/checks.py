@@ -6,9 +6,8 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -36,10 +35,6 @@ class Findings:
     counts: dict[str, dict[str, int]]
     bad: dict[str, dict[int, str]]
     notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, as JSON can hold them."""
-        return asdict(self)
 
 
 def examine(

@@ -106,7 +106,7 @@ def fit(
                 progress.end()
                 raise Stopped(
                     f"stopped after step {learner.step} of {steps}, all of it kept. Go on with:\n"
-                    f"  vitrail train --resume --out {shlex.quote(str(folder))}"
+                    f"  vitrail train --resume --out {shlex.quote(folder.as_posix())}"
                 )
     progress.end()
 

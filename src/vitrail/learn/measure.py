@@ -164,7 +164,12 @@ class Answers(NamedTuple):
 def answers(model: Callable[[Tensor], Tensor], loader: Loader, here: Processes) -> Answers:
     """A model's logits, or what else it gives for images, of all pictures of a loader without `train`."""
     batches = followed(loader, "picture")
-    parts = [(model(batch.images).float().cpu(), batch.index) for batch in batches if len(batch.index)]
+    # Clones: a view, as of a class token, would keep all that it is a view of.
+    parts = [
+        (model(batch.images).float().cpu().clone(), batch.index.clone())
+        for batch in batches
+        if len(batch.index)
+    ]
     everyone = gathered((parts, loader.bad), here)
     answered = [part for parts, _ in everyone for part in parts]
     bad = {index: why for _, of_process in everyone for index, why in of_process.items()}

@@ -36,7 +36,7 @@ class Recipe:
     data: str = "digits"  # a folder, file, or name that data.sources.open_source knows
     validation: float = 0.1  # the share of training pictures kept apart, where no such split exists
     test: float = 0.1
-    workers: int | None = None  # threads that decode; None: one for each core
+    workers: int | None = None  # threads of each process that decode; None: one for each core
     cache: float = 4.0  # GiB of decoded pictures kept in memory, by all processes together
     augment: Augment = field(default_factory=Augment)
 
@@ -77,7 +77,7 @@ class Recipe:
     attention: str = "auto"  # a key of attention.BACKENDS; auto: the fastest, measured at the start
     compile: bool = False
     checkpoint_blocks: bool = False  # less memory for more time
-    save_seconds: float = 60.0  # between states to resume from, besides those of each epoch
+    save_seconds: float = 60.0  # between states to resume from
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""

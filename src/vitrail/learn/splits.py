@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from vitrail.data.checks import Findings
 from vitrail.data.readers.found import readable
 from vitrail.data.sources import Dataset, complete, open_source
 from vitrail.learn.recipe import Recipe, layered, read, same_place
-from vitrail.learn.state import MODELS, RECIPE, Data, read_data
+from vitrail.learn.state import RECIPE, Data, read_data
 
 LISTED = 5  # classes whose pictures came or went, in the text
 
@@ -24,14 +24,18 @@ def dataset_of(recipe: Recipe) -> Dataset:
     """The pictures of a recipe, in the splits that it makes of them."""
     shares = {"val": recipe.validation, "test": recipe.test}
     wanted = {split: share for split, share in shares.items() if share}
-    return complete(open_source(recipe.data), seed=recipe.seed, shares=wanted)
+    dataset = open_source(recipe.data)
+    if "train" not in dataset.splits:
+        raise ValueError(f"{dataset.place} has no training pictures, only {' and '.join(dataset.splits)}")
+    return complete(dataset, seed=recipe.seed, shares=wanted)
 
 
 def names_of(dataset: Dataset, split: str) -> list[str]:
     """What the pictures of a split are called, without the folder that all are in: it may be moved."""
     place = Path(dataset.place)
-    folder = readable(str(place if place.is_dir() else place.parent))
-    return [name.removeprefix(f"{folder}{os.sep}") for name in dataset.splits[split].names]
+    folder = str(place if place.is_dir() else place.parent)
+    short, full = (readable(start) + os.sep for start in (folder, os.path.abspath(folder)))
+    return [name.removeprefix(short).removeprefix(full) for name in dataset.splits[split].names]
 
 
 def data_of(dataset: Dataset, findings: Findings, notes: Sequence[str]) -> Data:
@@ -52,9 +56,13 @@ def left_out(dataset: Dataset, data: Data) -> dict[str, list[int]]:
     }
 
 
-def refuse_changed(dataset: Dataset, data: Data, run: Path) -> None:
-    """Other pictures are shared out anew, and a run would be judged by some that it has learned from."""
-    if _digests(dataset) == data.digests:
+def refuse_changed(dataset: Dataset, data: Data, run: Path, splits: Iterable[str]) -> None:
+    """Other pictures are shared out anew, and a run would be judged by some that it has learned from.
+
+    splits: in which they have to be the same.
+    """
+    digests = _digests(dataset)
+    if all(digests.get(split) == data.digests.get(split) for split in splits):
         return
     now = _counts(dataset)
     changes = []
@@ -86,9 +94,9 @@ def refuse_other_bad(dataset: Dataset, data: Data, split: str, bad: Collection[i
 
 
 def run_of(source: str) -> tuple[Path, Recipe] | None:
-    """The run folder of weights, which are named by it, its best/ or its last/; and its recipe."""
-    place = Path(source)
-    folders = [place, place.parent] if place.name in MODELS else [place]
+    """The run folder that weights lie in, or that is named for them; and its recipe."""
+    place = Path(source).resolve()  # which an id of a hub would only seem to be
+    folders = (place, *place.parents[:2]) if place.exists() else ()
     run = next((folder for folder in folders if (folder / RECIPE).is_file()), None)
     if run is None:
         return None
@@ -110,7 +118,7 @@ def opened(source: str, place: str | None, classes: Sequence[str] = ()) -> tuple
     if found is not None and (place is None or same_place(place, found[1].data)):
         run, recipe = found
         dataset, data = dataset_of(recipe), read_data(run)
-        refuse_changed(dataset, data, run)
+        refuse_changed(dataset, data, run, (dataset.splits.keys() | data.digests) - {"train"})
         return dataset, data
     if place is None:
         raise ValueError(f"{source} has no run with pictures of its own; name the pictures to judge it by")
@@ -120,7 +128,6 @@ def opened(source: str, place: str | None, classes: Sequence[str] = ()) -> tuple
 def learned_before(dataset: Dataset, recipe: Recipe) -> list[str]:
     """Notes of weights that have learned from what is kept apart here."""
     notes = []
-    ours = _digests(dataset)
     for weights in filter(None, (recipe.start, recipe.teacher)):
         found = run_of(weights)
         if found is None or not same_place(found[1].data, recipe.data):
@@ -129,6 +136,7 @@ def learned_before(dataset: Dataset, recipe: Recipe) -> list[str]:
         digests: dict[str, str] = {}
         with suppress(ValueError):  # where it cannot be told, it is likely
             digests = read_data(run).digests
+        ours = _digests(dataset)
         if any(ours[split] != digests.get(split) for split in ours if split != "train"):
             notes.append(
                 f"the score is too good, because {weights} has learned from pictures that are kept apart "

@@ -177,7 +177,9 @@ def read_state(folder: Path) -> State | None:
     known = [(facts, path) for facts, path in candidates if facts is not None]
     for facts, path in sorted(known, key=lambda each: each[0]["step"], reverse=True):
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            names = file.keys()
+            # Clones: what the file itself holds would forbid Windows to put another in its place.
+            tensors = {name: file.get_tensor(name).clone() for name in names}
         if _checksum(tensors) == facts["checksum"]:
             return State(tensors, facts)
     damaged = [name for name in STATES if (folder / name).exists()]

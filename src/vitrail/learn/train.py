@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vitrail.data.batches import Loader, Store
-from vitrail.data.checks import examine
+from vitrail.data.batches import Loader, Store, cores
+from vitrail.data.checks import examine, refuse_one_class
 from vitrail.data.pictures import PictureError, open_picture
 from vitrail.data.preprocess import Preprocess, Sides
 from vitrail.data.seeds import mix
@@ -142,6 +142,7 @@ def train(
         _refuse_taken(folder)
     with processes(layered(*values).device) as here, ExitStack() as stack:
         say: Callable[[str], None] = print if here.first else _silent
+        folder = agreed(folder, here)  # the first may be ahead, and have made the one that seemed free
         if here.first:  # at once: what cannot be written to is no use to set up for
             stack.enter_context(locked(folder))
         state = agreed(read_state(folder) if here.first else None, here)
@@ -161,7 +162,8 @@ def train(
 
         if here.first:
             complete = replace(from_anywhere(recipe), preset="none")
-            write_text(folder / RECIPE, to_toml(complete, HEADING.format(folder=shlex.quote(str(folder)))))
+            heading = HEADING.format(folder=shlex.quote(folder.as_posix()))
+            write_text(folder / RECIPE, to_toml(complete, heading))
             write_text(folder / DATA, json.dumps(setting.data._asdict(), indent=1) + "\n")
         fit(
             learner,
@@ -224,24 +226,31 @@ def _going_on(
     """
     own = read(folder / RECIPE)
     recipe = layered(own)
-    wanted = {name: asked[name] for name in FIXED if name in asked}
-    if source is not None:
-        wanted = {"data": layered(*_from_source(source)).data} | wanted
-    for name, value in wanted.items():
+    given = [*_from_source(source), asked]
+    for name, value in ((name, values[name]) for values in given for name in FIXED if name in values):
         has = getattr(recipe, name)
         if value != has and not (isinstance(has, str) and isinstance(value, str) and same_place(value, has)):
             raise ValueError(
                 f"{folder} was begun with {name}={has}, not {value}; a run goes on with its own pictures and "
                 "weights. Leave that out, or begin another run with another --out"
             )
-    measured = {name for name, value in asked.items() if name == "minutes" or value == "auto"}
+    settled = {*FIXED, "preset", "minutes"}
+    measured = {"precision": "auto", "attention": "auto"}
+    changed = [
+        {
+            name: value
+            for name, value in values.items()
+            if name not in settled and value != measured.get(name, ())
+        }
+        for values in given
+    ]
     notes = []
-    if "minutes" in measured:
+    if "minutes" in asked:
         notes.append(
-            f"its {recipe.epochs:g} epochs are what fitted into the minutes when it was begun; give epochs=… "
-            "for more or fewer"
+            f"the run goes on with its {recipe.epochs:g} epochs, as minutes count when a run begins; give "
+            "epochs=… for more or fewer"
         )
-    return [own, {name: value for name, value in asked.items() if name not in {*FIXED, *measured}}], notes
+    return [own, *changed], notes
 
 
 def _refuse_taken(folder: Path) -> None:
@@ -261,8 +270,10 @@ def _set_up(
     """Data, model, objective and loaders. data: that of the run, where it goes on."""
     given = layered(*values)
     dataset = dataset_of(given)
-    if data is not None:
-        refuse_changed(dataset, data, folder)
+    if data is None:
+        refuse_one_class(dataset.classes)
+    else:
+        refuse_changed(dataset, data, folder, data.digests)
     pictures = dataset.splits["train"]
     side, channels = _native(pictures)
 
@@ -296,9 +307,11 @@ def _set_up(
         for split, pictures in dataset.splits.items()
     }
     if data is None:
+        notes += learned_before(dataset, recipe)
         tick = ticker("reading picture") if here.first else None
-        findings = examine(stores, strict=strict, workers=recipe.workers, progress=tick)
-        data = data_of(dataset, findings, [*notes, *learned_before(dataset, recipe)])
+        workers = recipe.workers or max(1, cores() // here.world)
+        findings = examine(stores, strict=strict, workers=workers, progress=tick)
+        data = agreed(data_of(dataset, findings, notes), here)  # a read that fails may succeed elsewhere
     bad = left_out(dataset, data)
     loaders = {
         split: Loader(
@@ -427,6 +440,6 @@ def _latest() -> Path:
 
 def _unused(data: str) -> Path:
     """runs/NAME after the pictures' name, or NAME-2 and so on."""
-    name = Path(data).stem or "run"
+    name = Path(data).resolve().stem or "run"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(RUNS / name for name in names if not (RUNS / name).exists())
