@@ -15,7 +15,7 @@ PACKAGE = Path(vitrail.__file__).parent
 # positions are the parts; models are made of them; all else is made of models, except data, which knows none.
 PARTS = {"attention", "tokens", "positions"}
 MODELS = {*PARTS, "data", "models"}
-ABOVE = {*MODELS, "weights", "look", "fast"}
+ABOVE = {*MODELS, "weights", "look"}
 MAY_IMPORT: dict[str, set[str]] = {
     "words": set(),
     "attention": PARTS,
@@ -25,10 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {*PARTS, "data"},
     "weights": MODELS,
     "look": MODELS,
-    "fast": MODELS,
     "learn": ABOVE,
-    "serve": {*ABOVE, "learn"},
-    "cli": {*ABOVE, "learn", "serve"},
+    "cli": {*ABOVE, "learn"},
     "__init__": {*ABOVE, "learn"},
     "__main__": {"cli"},
 }

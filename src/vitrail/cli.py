@@ -388,7 +388,6 @@ def list_models(names: Sequence[str], image_size: tuple[int, int] | None, as_jso
 def convert_weights(source: str, target: str, words: Sequence[str], to: str) -> None:
     """`vitrail convert`: weights in, weights out; the words change the configuration."""
     from vitrail.learn.recipe import changes
-    from vitrail.learn.state import weights_in
     from vitrail.weights import convert
 
     for word in words:
@@ -397,7 +396,7 @@ def convert_weights(source: str, target: str, words: Sequence[str], to: str) -> 
             raise ValueError(
                 f"{word!r} is no change to a configuration; write field=value, as in norm_eps=1e-6"
             )
-    convert(weights_in(source), target, to=to, **changes(words))
+    convert(source, target, to=to, **changes(words))
     print(f"{source} → {target} ({to})")
 
 
@@ -470,11 +469,10 @@ def _answers(model: Model, logits: Tensor, top: int) -> list[str]:
 def _model(name: str) -> tuple[Model, bool]:
     """The model of that name or place, and whether its weights are random."""
     from vitrail import models
-    from vitrail.learn.state import weights_in
 
     if not Path(name).exists() and name.rpartition("/")[0].lower() in models.TABLE:
         return models.create(name), True
-    return vitrail.load(weights_in(name)), False
+    return vitrail.load(name), False
 
 
 def _bytes(count: int) -> str:

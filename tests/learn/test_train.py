@@ -58,6 +58,8 @@ def test_the_built_in_digits(place: Path, capsys: pytest.CaptureFixture[str]) ->
         assert model.preprocess == Preprocess(
             resize=(16, 16), interpolation="bicubic", mean=(0.5,), std=(0.5,)
         )
+    best = vitrail.load(folder / "best").state_dict()
+    assert all(same(tensor, best[name]) for name, tensor in vitrail.load(folder).state_dict().items())
     state = read_state(folder)
     assert state is not None
     kept = vitrail.load(folder / "last").state_dict()

@@ -15,7 +15,6 @@ from vitrail.learn.measure import Figures, answers, measure
 from vitrail.learn.processes import Processes, processes
 from vitrail.learn.report import write_report
 from vitrail.learn.splits import opened, refuse_other_bad
-from vitrail.learn.state import weights_in
 from vitrail.models import Model
 from vitrail.weights import load
 from vitrail.weights.errors import SaveError, explained
@@ -42,7 +41,7 @@ def evaluate(
     with processes(device) as here:
         if report is not None and here.first:
             _refuse_unwritable(report)
-        model = load(weights_in(source), dtype=torch.float32).to(here.device)
+        model = load(source, dtype=torch.float32).to(here.device)
         dataset, data = opened(source, place, class_names(model, source))
         known = [split for split in ("test", "val", "train") if split in dataset.splits]
         if split not in (None, *known):

@@ -20,7 +20,6 @@ from vitrail.data.sources import from_files
 from vitrail.learn.evaluate import class_names, once
 from vitrail.learn.processes import Processes, gathered, processes
 from vitrail.learn.progress import followed
-from vitrail.learn.state import weights_in
 from vitrail.models import Model
 from vitrail.weights import load
 from vitrail.words import nearest
@@ -47,7 +46,7 @@ def predict(
     out: str = "-",
     *,
     top: int = 5,
-    batch: int = 32,
+    batch: int = 64,
     workers: int | None = None,
     device: str = "auto",
 ) -> int:
@@ -68,7 +67,7 @@ def predict(
     if not paths:
         raise ValueError("there is nothing to predict; name picture files, or folders of them")
     with processes(device) as here:
-        model = load(weights_in(source), dtype=torch.float32).to(here.device)
+        model = load(source, dtype=torch.float32).to(here.device)
         labels = class_names(model, source)
         loader = once(from_files(paths), model, here, batch=batch, workers=workers)
         batches = loader.epoch() if out == "-" else followed(loader, "picture")

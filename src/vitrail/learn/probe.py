@@ -20,7 +20,6 @@ from vitrail.learn.evaluate import once
 from vitrail.learn.measure import Figures, answers, measure
 from vitrail.learn.processes import processes
 from vitrail.learn.splits import opened
-from vitrail.learn.state import weights_in
 from vitrail.weights import load
 
 HELD = "held"  # the part of the training pictures that settings are chosen on
@@ -84,7 +83,7 @@ def probe(
     splits = complete(dataset, seed=seed, shares=shares).splits
     judged: list[str] = [split for split in ("val", "test") if split in splits]
     with processes(device) as here:
-        model: Any = load(weights_in(source), dtype=torch.float32).to(here.device)
+        model: Any = load(source, dtype=torch.float32).to(here.device)
         given = {
             split: answers(model.features, once(pictures, model, here, batch=batch, workers=workers), here)
             for split, pictures in splits.items()

@@ -34,13 +34,12 @@ from torch import Tensor
 from vitrail.learn.board import write_board
 from vitrail.models import Model
 from vitrail.weights import native
-from vitrail.weights.writing import replacing
+from vitrail.weights.writing import MODELS, replacing
 
 RECIPE = "recipe.toml"
 DATA = "data.json"
 METRICS = "metrics.jsonl"
 BOARD = "tensorboard"
-MODELS = ("best", "last")
 FIGURES = "figures.json"
 REPORT = "report.html"
 STATES = ("resume-0.safetensors", "resume-1.safetensors")
@@ -115,12 +114,6 @@ def locked(folder: Path) -> Iterator[None]:
 def is_run(folder: Path) -> bool:
     """Whether a run was begun in the folder."""
     return any((folder / name).exists() for name in (RECIPE, *STATES))
-
-
-def weights_in(place: str) -> str:
-    """What vitrail.load reads: of a run folder its best model, or its last before there is a best."""
-    folders = (Path(place) / kind for kind in MODELS)
-    return next((str(folder) for folder in folders if folder.is_dir()), place)
 
 
 def _tidy(folder: Path) -> None:

@@ -54,7 +54,6 @@ from vitrail.learn.state import (
     locked,
     read_data,
     read_state,
-    weights_in,
     write_model,
     write_text,
 )
@@ -355,7 +354,7 @@ def _model(recipe: Recipe, classes: tuple[str, ...], side: Sides | None, channel
                 f"start={recipe.start!r} and model={options['name']!r} are two beginnings; give one"
             )
         return load(
-            weights_in(recipe.start),
+            recipe.start,
             labels=classes,
             image_size=recipe.image_size,
             dtype=torch.float32,
@@ -374,7 +373,7 @@ def _model(recipe: Recipe, classes: tuple[str, ...], side: Sides | None, channel
 
 
 def _teacher(place: str, classes: tuple[str, ...]) -> Model:
-    teacher = load(weights_in(place), dtype=torch.float32)
+    teacher = load(place, dtype=torch.float32)
     known = teacher.labels or classes
     if teacher.config.classes != len(classes) or known != classes:
         raise ValueError(

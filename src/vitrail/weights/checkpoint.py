@@ -13,7 +13,7 @@ from typing import Any
 from vitrail.models.registry import TABLE, names
 from vitrail.weights.errors import LoadError, explained
 from vitrail.weights.files import Stored, read_file, read_json, read_shards
-from vitrail.weights.writing import CONFIG, PROCESSOR, WEIGHTS
+from vitrail.weights.writing import CONFIG, MODELS, PROCESSOR, WEIGHTS
 
 # The files of weights that a folder may hold, the best first → the pieces that belong to it.
 KNOWN_FILES = {
@@ -61,22 +61,25 @@ def open_checkpoint(
 
 def _read(path: Path, where: str) -> Checkpoint:
     """What is in a folder or file."""
-    folder = path if path.is_dir() else path.parent
     file = _weights_in(path) if path.is_dir() else path
     contents = read_shards(file) if file.name.endswith(".index.json") else read_file(file)
     # A file by a name of its own may lie beside a config.json that is about another.
     configs = CONFIGS if path.is_dir() or file.name in KNOWN_FILES else ()
     config, processor = (
-        read_json(folder / name) if name in configs and (folder / name).is_file() else {} for name in CONFIGS
+        read_json(file.parent / name) if name in configs and (file.parent / name).is_file() else {}
+        for name in CONFIGS
     )
     return Checkpoint(where, file, *contents, config=config, processor=processor)
 
 
 def _weights_in(folder: Path) -> Path:
-    """The one file of weights in a folder."""
+    """The one file of weights in a folder; of a run's folder that of its best model, or of its last yet."""
     for name in KNOWN_FILES:
         if (folder / name).is_file():
             return folder / name
+    for name in MODELS:
+        if (folder / name).is_dir():
+            return _weights_in(folder / name)
     others = sorted(file for file in folder.iterdir() if file.name.endswith(ENDINGS))
     if len(others) == 1:
         return others[0]

@@ -47,7 +47,8 @@ def load(
 
     source: a folder or file written by `save`, transformers or timm, a state dict of timm or
     torchvision, an .npz of the original JAX code, or the hub id of any of these, such as
-    "google/vit-base-patch16-224" or "timm/vit_tiny_patch16_224.augreg_in21k@main".
+    "google/vit-base-patch16-224" or "timm/vit_tiny_patch16_224.augreg_in21k@main"; or the folder of a
+    run, for its best model.
 
     Every tensor must fit, or nothing is loaded. What may change, and is then said in a LoadWarning:
 

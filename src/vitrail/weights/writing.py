@@ -17,6 +17,7 @@ from torch import Tensor
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 PROCESSOR = "preprocessor_config.json"
+MODELS = ("best", "last")  # folders of weights in the folder of a run
 
 
 @contextmanager
