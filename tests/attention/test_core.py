@@ -3,6 +3,7 @@
 import itertools
 import math
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -280,6 +281,32 @@ def test_a_mask_of_numbers_is_refused(function: object, dtype: torch.dtype) -> N
     tensors = (torch.randn(3, 4),) * (3 if function is attend else 2)
     with pytest.raises(TypeError, match=f"mask has dtype {dtype}.*bias="):
         function(*tensors, mask=torch.ones(3, 3, dtype=dtype))  # type: ignore[operator]
+
+
+def test_a_mask_is_no_bias() -> None:
+    q, k, v = qkv((1, 2, 4, 4, 8, 8))
+    for call in (partial(attend, q, k, v), partial(attention_weights, q, k)):
+        with pytest.raises(TypeError, match=r"bias is boolean.*as mask="):
+            call(bias=torch.ones(4, 4, dtype=torch.bool))
+
+
+def test_one_mask_for_all_keys() -> None:
+    """(queries, 1): whole rows may look, or not."""
+    q, k, v = qkv((1, 2, 4, 6, 8, 8))
+    mask = torch.tensor([[True], [False], [True], [True]])
+    expected = (q @ k.mT / 8**0.5).softmax(-1) @ v * mask
+    assert distance(attend(q, k, v, mask=mask), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["fused", "explicit", "matmul"])
+def test_a_bias_too_great_for_half_precision(name: str) -> None:
+    """The same for all keys, it changes nothing; as infinity it would make NaN."""
+    q, k, v = qkv((1, 1, 3, 4, 8, 8), torch.float16)
+    with backend(name):
+        found = attend(q, k, v, bias=torch.full((3, 4), 1e5))
+    expected = (q.float() @ k.float().mT / 8**0.5).softmax(-1) @ v.float()
+    assert found.isfinite().all()
+    assert distance(found.float(), expected) < 0.3
 
 
 def test_backend_is_put_back() -> None:

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 import vitrail
 from judges import timm, transformers
 from looking import HEADS, LAYERS, pictures, small
+from vitrail.attention import MultiHeadAttention
+from vitrail.tokens import Patches
 
 
 def test_every_size_has_its_own_grid() -> None:
@@ -105,3 +107,19 @@ def test_keys_on_a_coarser_grid_than_queries() -> None:
         sr_ratios=[4, 2, 1], strides=[4, 2, 2], patch_sizes=[7, 3, 3], mlp_ratios=[2] * 3,
     )  # fmt: skip
     assert grids_of(transformers.SegformerModel(config), (64, 96)) == {(24, (4, 6), 0)}
+
+
+def test_words_after_pictures_have_no_grid() -> None:
+    """More of them than there are patches, and yet no patch among them."""
+
+    class Captioner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = Patches(3, 8, (6, 6))
+            self.attention = MultiHeadAttention(8, 2)
+
+        def forward(self, images: Tensor) -> Tensor:
+            self.patches(images)
+            return self.attention(torch.randn(len(images), 10, 8))
+
+    assert grids_of(Captioner(), (12, 12)) == {(10, None, 0)}

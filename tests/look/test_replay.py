@@ -1,10 +1,12 @@
 """Parts that run twice: compiled ones, and torch's own Transformer modules."""
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -425,3 +427,52 @@ def test_inputs_within_themselves() -> None:
     assert same(node.x, x + 1)
     assert same(output, model._orig_mod.attention(x + 1))
     assert list(seen) == ["attention"]
+
+
+def test_autocast_keeps_nothing_of_the_looking() -> None:
+    """Older torch would keep what it casts without gradients, and give it to those who need them."""
+    kept = []
+
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(torch.is_autocast_cache_enabled())
+            return self.attention(x, x, x)[0]
+
+    model = nn.Sequential(Casting()).eval()
+    with torch.autocast("cpu", torch.bfloat16), vitrail.record(model, "0"):
+        model(torch.randn(2, 4, 8))
+    assert kept == [True, False]
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_looking_draws_nothing() -> None:
+    """Python's and NumPy's random numbers, as layers that are dropped at random use."""
+
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.drawn: list[float] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.drawn += [random.random(), np.random.rand()]
+            return self.attention(x, x, x)[0]
+
+    drawing = Drawing()
+    model = nn.Sequential(drawing).eval()
+    x = torch.randn(1, 3, 8)
+    drawn = []
+    for looks in (False, True):
+        random.seed(0)
+        np.random.seed(0)
+        with torch.no_grad(), vitrail.record(model, "0") if looks else nullcontext():
+            model(x)
+            model(x)
+        drawn.append(drawing.drawn[:])
+        drawing.drawn.clear()
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 4

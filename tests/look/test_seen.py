@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import vitrail
+from compare import same
 from looking import HEADS, LAYERS, pictures, small
-from vitrail.attention import (
-    MultiHeadAttention,
-)
+from vitrail.attention import MultiHeadAttention
+from vitrail.look.seen import Seen
+from vitrail.tokens import Grid
 
 
 @pytest.mark.parametrize(
@@ -91,3 +92,13 @@ def test_what_was_seen_says_so() -> None:
     assert "(1, 3, 7, 7)" in repr(seen[-1])
     with pytest.raises(ValueError, match="out of range"):
         seen[-1].map(7)
+
+
+def test_frames_before_heads() -> None:
+    """(batch, frames, heads, queries, keys): queries are always the last axis but one."""
+    weights = torch.rand(2, 3, HEADS, 5, 5)
+    call = Seen("x", weights, Grid(2, 2))
+    assert same(call.map(), weights[..., 0, 1:].unflatten(-1, (2, 2)))
+    assert same(call.map(4), weights[..., 4, 1:].unflatten(-1, (2, 2)))
+    with pytest.raises(ValueError, match="query 5 is out of range: 'x' has 5"):
+        call.map(5)

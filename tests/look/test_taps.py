@@ -401,3 +401,53 @@ def test_a_compiled_function_inside_a_layer_stays_in_one_piece() -> None:
     plain = layer(x)
     with vitrail.record(layer):
         assert same(layer(x), plain)
+
+
+def test_a_scripted_part_is_passed_over() -> None:
+    """It takes no hooks; what lies beside it is seen, and keeps none."""
+    model = nn.Sequential(MultiHeadAttention(8, 2), torch.jit.script(nn.Linear(8, 8)))
+    with vitrail.record(model) as seen:
+        model(torch.randn(1, 3, 8))
+    assert list(seen) == ["0"]
+    assert_nothing_left(model[0])
+
+
+@pytest.mark.parametrize("corner", ["upper_left", "lower_right"])
+def test_torchs_own_causal_bias(corner: str) -> None:
+    """An object without a matrix of its own; by hand: the triangle that its name tells of."""
+    from torch.nn.attention import bias
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, k, getattr(bias, f"causal_{corner}")(3, 5))
+
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+    layer = Attention()
+    with vitrail.record(layer) as seen:
+        layer(q, k)
+    triangle = torch.ones(3, 5, dtype=torch.bool).tril(0 if corner == "upper_left" else 2)
+    expected = (q @ k.mT / 8**0.5).masked_fill(~triangle, -torch.inf).softmax(-1)
+    assert distance(seen[""].weights, expected) < 1e-5
+
+
+def test_selective_checkpointing_counts_nothing_of_the_looking() -> None:
+    """It keeps some results by the number of their operation, and takes them in that order again."""
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    # As wide as three times the model, so that a wrong result would fit.
+    layer = nn.TransformerEncoderLayer(8, 2, 24, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 4, 8)
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    def gradients() -> list[Tensor]:
+        layer.zero_grad()
+        checkpoint(layer, x, use_reentrant=False, context_fn=keep).square().sum().backward()
+        return [parameter.grad.clone() for parameter in layer.parameters()]
+
+    expected = gradients()
+    with vitrail.record(layer) as seen:
+        found = gradients()
+    assert seen["self_attn"].weights.shape == (2, 2, 4, 4)
+    assert all(map(same, found, expected))

@@ -42,6 +42,7 @@ def attend(
             attend, (q, k, v), q, k, v,
             mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout,
         )  # fmt: skip
+    _refuse_types(mask, bias)
     return BACKENDS[_chosen](q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
 
 
@@ -58,6 +59,7 @@ def attention_weights(
 
     Half-precision inputs give float32 weights, as the fused kernels compute them inside.
     """
+    _refuse_types(mask, bias)
     with without_autocast(q.device):
         dtype = torch.promote_types(q.dtype, torch.float32)
         bias = None if bias is None else _cast(bias, q.dtype)
@@ -95,13 +97,22 @@ def weigh(scores: Tensor, *, mask: Tensor | None = None) -> Tensor:
     return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
 
-def _visible(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    """The mask (…, queries, keys) together with the causal one; None when everything may be seen."""
+def _refuse_types(mask: Tensor | None, bias: Tensor | None) -> None:
+    """A mask is boolean, a bias is not: one in the place of the other would be wrong in silence."""
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(
             f"mask has dtype {mask.dtype}; it must be boolean, True where a query may look. "
             "Numbers to be added to the scores go in as bias=…"
         )
+    if bias is not None and bias.dtype == torch.bool:
+        raise TypeError(
+            "bias is boolean; it must be numbers, to be added to the scores. Where a query may look goes in "
+            "as mask=…"
+        )
+
+
+def _visible(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """The mask (…, queries, keys) together with the causal one; None when everything may be seen."""
     queries, keys = q.shape[-2], k.shape[-2]
     if not causal or queries == 1:  # the last query sees all keys
         return mask
@@ -114,7 +125,8 @@ def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
     if bias.dtype == dtype:
         return bias
     bias = bias.to(torch.promote_types(bias.dtype, dtype))
-    return torch.where(bias == -torch.inf, bias, bias.clamp_min(torch.finfo(dtype).min)).to(dtype)
+    finite = torch.finfo(dtype)
+    return torch.where(bias.isinf(), bias, bias.clamp(finite.min, finite.max)).to(dtype)
 
 
 def _kernel_type(q: Tensor) -> torch.dtype:
@@ -153,6 +165,8 @@ def _fused(
         blind = ~visible.any(-1, keepdim=True)
         added = visible | blind
     if added is not None:
+        if added.shape[-1] < k.shape[-2]:  # the same for all keys, which not all kernels spread
+            added = added.expand(*added.shape[:-1], k.shape[-2]).contiguous()
         added = added[(None,) * (len(leading) + 2 - added.ndim)]
         added = added.expand(*leading[:-1], *added.shape[-3:]).flatten(0, -4)
     y = F.scaled_dot_product_attention(q, k, v, added, dropout, is_causal=triangle, scale=scale)

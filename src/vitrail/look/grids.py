@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitrail.tokens import Grid, Tokens
 
-# The parameters that foreign models put in front of their patches; each row of one is a token.
+# The parameters that models put in front of their patches; each row of one is a token.
 LEADING = {
     "cls_token", "class_token", "class_embedding",
     "dist_token", "distillation_token",
@@ -32,34 +32,32 @@ class Grids:
             inside = set(module.modules())
             if layers & inside:
                 self._tower |= dict.fromkeys(inside, module)
-        self._told: dict[nn.Module, tuple[Grid, set[int] | None]] = {}  # by tower, the latest last
+        self._told: dict[nn.Module, Grid] = {}  # by tower, the latest last
 
     def listen(self, module: nn.Module, output: Any) -> None:
         """Notes the grid that a module's output lies on, if it is tokens or a map of features."""
         tower = self._tower.get(module)
         if tower is None:
             return
-        told: tuple[Grid, set[int] | None]
         if isinstance(output, Tokens):
-            told = output.grid, None  # they end with the grid, whatever comes before
+            grid = output.grid
         elif isinstance(module, nn.Conv2d) and isinstance(output, Tensor):
-            told = Grid(*output.shape[-2:]), {0, _leading(tower)}
+            grid = Grid(*output.shape[-2:])
         else:
             return
         self._told.pop(tower, None)
-        self._told[tower] = told
+        self._told[tower] = grid
 
     def of(self, layer: nn.Module, keys: int) -> Grid | None:
         """The grid that the keys of a layer end with; None where it is not certain that they do."""
-        for tower, (grid, special) in reversed(self._told.items()):
+        for tower, grid in reversed(self._told.items()):
             if any(module is layer for module in tower.modules()):
-                before = keys - math.prod(grid)
-                return grid if before >= 0 and (special is None or before in special) else None
+                return grid if keys - math.prod(grid) in {0, _leading(tower)} else None
         return None
 
 
 def _leading(tower: nn.Module) -> int:
-    """How many special tokens a foreign tower has in front of its patches."""
+    """How many special tokens a tower has in front of its patches."""
     return sum(
         parameter.numel() // parameter.shape[-1]
         for name, parameter in tower.named_parameters()

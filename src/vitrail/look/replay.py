@@ -6,14 +6,17 @@ They run as they are, for the answer, and once more open, for the weights.
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import isfunction
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vitrail.look.taps import Watcher, watched
 
@@ -45,6 +48,8 @@ OWN_KERNEL = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerE
 
 def closed_parts(module: nn.Module, chosen: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
     """The outermost closed modules; a chosen one with a closed one inside is closed with it."""
+    if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+        return  # its copies run in threads of their own, which nobody watches
     if _is_closed(module) or (module in chosen and any(map(_is_closed, module.modules()))):
         yield module
     else:
@@ -67,7 +72,6 @@ class _Replay:
         self.plain: Callable[..., Any] = getattr(part, "_orig_mod", part._call_impl)
         self.is_compiled = any(map(_is_compiled, part.modules()))
         self.own_kernels = [module for module in part.modules() if isinstance(module, OWN_KERNEL)]
-        self.gpus = sorted({x.device.index for x in part.parameters() if x.is_cuda})
         self.watchers: list[Watcher] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +108,9 @@ class _Replay:
         with ExitStack() as stack:
             for context in (
                 torch.compiler.set_stance("force_eager"),
-                torch.random.fork_rng(self.gpus),
+                _same_draws(self.part),
+                _without_autocast_cache(),
+                _disable_current_modes(),
                 torch.no_grad(),
                 _without_fast_path(),
                 _with_attributes(attributes),
@@ -149,13 +155,15 @@ def _with_attributes(attributes: Mapping[nn.Module, dict[str, Any]]) -> Iterator
 def _spare(value: Any, copies: dict[int, Any]) -> Any:
     """A copy that shares no tensor with the value, through containers and objects such as caches.
 
-    Modules and their parameters stay what they are. copies: by the id of what has been copied, so that
-    one thing in two places, or within itself, is one thing in the copy.
+    Modules, their parameters and what drives them stay what they are. copies: by the id of what has been
+    copied, so that one thing in two places, or within itself, is one thing in the copy.
     """
     if id(value) in copies:
         return copies[id(value)]
-    if isinstance(value, nn.Module | nn.Parameter | type) or callable(value):
+    if isinstance(value, nn.Module | nn.Parameter | torch.optim.Optimizer | type) or callable(value):
         return value
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
     if isinstance(value, tuple):
         items = [_spare(item, copies) for item in value]
         is_same = all(new is old for new, old in zip(items, value, strict=True))
@@ -163,8 +171,10 @@ def _spare(value: Any, copies: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         copies[id(value)] = value.detach().clone()
         return copies[id(value)]
-    if not isinstance(value, dict | list | set) and not hasattr(value, "__dict__"):
-        return value
+    if not isinstance(value, dict | list | set):
+        held = getattr(value, "__dict__", {}).values()
+        if not held or any(isinstance(item, nn.Module) for item in held):  # such as a trainer of the model
+            return value
     try:
         twin = copy.copy(value)
     except Exception:  # a lock, a handle, a process group: there is but one
@@ -220,3 +230,27 @@ def _without_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _same_draws(part: nn.Module) -> Iterator[None]:
+    """All that chance decides comes out after this as if it had not been."""
+    gpus = sorted({x.device.index for x in part.parameters() if x.is_cuda})
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(gpus):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Autocast keeps nothing that it casts here, without gradients: older torch gave it to all."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -33,10 +33,11 @@ class Seen:
         """
         if self.grid is None:
             raise ValueError(f"the tokens of {self.name!r} do not lie on a grid; use .weights")
-        if query is not None and not -self.weights.shape[2] <= query < self.weights.shape[2]:
-            raise ValueError(f"query {query} is out of range: {self.name!r} has {self.weights.shape[2]}")
+        count = self.weights.shape[-2]
+        if query is not None and not -count <= query < count:
+            raise ValueError(f"query {query} is out of range: {self.name!r} has {count}")
         everyone = query is None and not self.special
-        rows = self.weights.mean(2) if everyone else self.weights[:, :, query or 0]
+        rows = self.weights.mean(-2) if everyone else self.weights[..., query or 0, :]
         return rows[..., self.special :].unflatten(-1, self.grid)
 
     def __repr__(self) -> str:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from vitrail.attention import align, attend, attention_weights, weigh
 from vitrail.look.grids import Grids
@@ -49,9 +50,8 @@ class Tap(TorchFunctionMode):
         self.grids = grids
         self.rank = 0.0
         self.kept: list[Tensor] = []
-        self.mapped: Callable[[], Tensor | None] = lambda: (
-            None
-        )  # what the last linear map gave, while it lives
+        # What the last linear map gave, while it lives.
+        self.mapped: Callable[[], Tensor | None] = lambda: None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -65,7 +65,8 @@ class Tap(TorchFunctionMode):
         # A backward that runs checkpointed layers again is no second call of them.
         if func in WEIGHTS_OF and torch._C._current_graph_task_id() == -1:
             try:
-                with torch.no_grad(), torch._C.DisableTorchFunction():  # no tap is to see this
+                # No tap is to see this, nor a mode that counts the operations of checkpointed layers.
+                with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
                     weights = WEIGHTS_OF[func](result, *args, **kwargs)
             except Exception as error:
                 self.recording.fail(error)
@@ -118,16 +119,18 @@ def watched(modules: Iterable[nn.Module], watcher: Watcher) -> Iterator[None]:
         if threading.get_ident() == recording.thread:
             grids.listen(module, output)
 
-    for module in modules:
-        if module in chosen:
-            tap = Tap(module, chosen[module], recording, grids)
-            handles += [
-                module.register_forward_pre_hook(lambda *_, tap=tap: open_tap(tap)),
-                module.register_forward_hook(lambda *_, tap=tap: close_tap(tap), always_call=True),
-            ]
-        else:
-            handles.append(module.register_forward_hook(note_grid))
     try:
+        for module in modules:
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
+            if module in chosen:
+                tap = Tap(module, chosen[module], recording, grids)
+                handles += [
+                    module.register_forward_pre_hook(lambda *_, tap=tap: open_tap(tap)),
+                    module.register_forward_hook(lambda *_, tap=tap: close_tap(tap), always_call=True),
+                ]
+            else:
+                handles.append(module.register_forward_hook(note_grid))
         yield
     finally:
         while opened:  # torch calls no hook after KeyboardInterrupt
@@ -160,6 +163,8 @@ def _of_torch(
     if is_causal:  # torch counts from the first key, attend from the last
         shape = query.shape[-2], key.shape[-2]
         attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+    if isinstance(attn_mask, CausalBias):  # what it holds itself was never filled
+        attn_mask = attn_mask._materialize(query.device)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         return attention_weights(query, key, mask=attn_mask, scale=scale)
     return attention_weights(query, key, bias=attn_mask, scale=scale)

@@ -39,7 +39,7 @@ def sincos_2d(grid: Grid, width: int, *, longest: float = 10_000.0) -> Tensor:
 
 def sincos_for(x: Tensor, grid: Grid) -> Tensor:
     """`sincos_2d` for tokens x (…, width), of their type and on their device; made once for each grid."""
-    if torch.compiler.is_compiling():  # what a compiler traces cannot be kept
+    if torch.compiler.is_compiling() or type(x) is not Tensor:  # what is traced cannot be kept
         return sincos_2d(grid, x.shape[-1]).to(x)
     return _kept_sincos_2d(grid, x.shape[-1], x.device, x.dtype)
 
