@@ -340,6 +340,7 @@ def test_a_recipe_goes_on_as_its_file_says_now(place: Path, pictures: str) -> No
     recipe.write_text(f"seed = 1\n{text}{model}")
     with pytest.raises(ValueError, match="was begun with seed=0, not 1"):
         train(str(recipe), out=place / "run", resume=True)
+    train(str(recipe), ["seed=0"], out=place / "run", resume=True)  # the words count more than the file
 
 
 def test_a_table_of_full_paths_is_the_same_from_anywhere(

@@ -226,7 +226,8 @@ def _going_on(
     own = read(folder / RECIPE)
     recipe = layered(own)
     given = [*_from_source(source), asked]
-    for name, value in ((name, values[name]) for values in given for name in FIXED if name in values):
+    wanted = {name: value for values in given for name, value in values.items() if name in FIXED}
+    for name, value in wanted.items():
         has = getattr(recipe, name)
         if value != has and not (isinstance(has, str) and isinstance(value, str) and same_place(value, has)):
             raise ValueError(
