@@ -20,7 +20,12 @@ from vitrail.learn.state import STATES, read_lines, read_state
 from vitrail.learn.train import train
 
 SHAPE = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
-SMALL = [*(f"model.{name}={value}" for name, value in SHAPE.items()), "batch=32", "precision=float32"]
+SMALL = [
+    *(f"model.{name}={value}" for name, value in SHAPE.items()),
+    "batch=32",
+    "attention=fused",  # measured, it might be another the next time
+    "precision=float32",
+]
 
 
 @pytest.fixture

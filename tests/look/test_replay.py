@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
-from compare import distance, randomise, same
+from compare import distance, randomise, same, with_inductor
 from judges import torchvision, transformers
 from looking import DEPTH, LAYERS, assert_nothing_left, by_hand, pictures, small
 from vitrail.attention import (
@@ -142,6 +142,7 @@ def test_compiled_parts_without_a_chosen_layer_run_once() -> None:
     assert runs == [first, second, second, third]
 
 
+@with_inductor
 def test_inductors_output_is_kept() -> None:
     """The compiler that rounds otherwise: what comes out is its answer, not the uncompiled one."""
     torch.compiler.reset()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import vitrail
-from compare import distance, randomise, same
+from compare import distance, randomise, same, with_inductor
 from vitrail.models import Model
 
 OPTIONS: list[dict[str, Any]] = [
@@ -106,6 +106,7 @@ def test_without_dynamic_a_second_batch_size_is_a_second_graph() -> None:
     assert compiler.graphs == 2
 
 
+@with_inductor
 def test_the_real_compiler() -> None:
     """Inductor, for two batch sizes: as near as rounding lets it be."""
     model = small()
